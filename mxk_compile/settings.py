@@ -1,0 +1,91 @@
+"""Settings: read once from the environment (`MXK_*`), frozen, printable; the only reader of the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mxk_compile.errors import SettingsError
+
+CPU_ISAS = ("auto", "portable", "avx2", "avx512")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything that changes which kernel runs, or what is written about it.
+
+    Attributes:
+        max_tokens: cap; calls of at most this many tokens may be fused. 0 fuses nothing, None is no cap.
+            Default 32, the cap of the MXFP4 decode kernels document.
+        cpu_isa: instruction set of the CPU kernels; "auto" takes the best this machine has.
+        dump_dir: folder for numbered before/after graphs, or None.
+    """
+
+    max_tokens: int | None = 32
+    cpu_isa: str = "auto"
+    dump_dir: str | None = None
+
+    def replace(self, **changes: Any) -> Settings:
+        """A copy with the given fields changed, validated like the environment; raises SettingsError."""
+        parsed = {}
+        for name, value in changes.items():
+            if name not in _PARSERS:
+                raise SettingsError("mxk option", f"{name!r}", ", ".join(sorted(_PARSERS)), "correct the name")
+            parsed[name] = _parse(f"mxk option {name}", name, value)
+        return dataclasses.replace(self, **parsed)
+
+
+def _max_tokens(value: Any) -> int | None:
+    if value is None or value == "any":
+        return None
+    if isinstance(value, bool) or int(value) < 0:
+        raise ValueError
+    return int(value)
+
+
+def _cpu_isa(value: Any) -> str:
+    if value not in CPU_ISAS:
+        raise ValueError
+    return str(value)
+
+
+def _dump_dir(value: Any) -> str | None:
+    return os.fspath(value) if value else None
+
+
+_PARSERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "max_tokens": (_max_tokens, "an integer >= 0, or 'any'"),
+    "cpu_isa": (_cpu_isa, ", ".join(CPU_ISAS)),
+    "dump_dir": (_dump_dir, "a folder name"),
+}
+_VARIABLES = {"max_tokens": "MXK_MAX_TOKENS", "cpu_isa": "MXK_CPU_ISA", "dump_dir": "MXK_DUMP"}
+
+
+def _parse(source: str, name: str, value: Any) -> Any:
+    parser, allowed = _PARSERS[name]
+    try:
+        return parser(value)
+    except (ValueError, TypeError) as error:
+        raise SettingsError(source, repr(value), allowed, "correct or unset it") from error
+
+
+def from_environment(environment: Mapping[str, str]) -> Settings:
+    """Settings from `MXK_*` variables; raises SettingsError naming the variable and its value.
+
+    An unknown `MXK_` variable of ours would be a spelling mistake that silently does nothing, so it is refused too,
+    except for `MXK_VLLM`, which belongs to the plugin.
+    """
+    known = {variable: name for name, variable in _VARIABLES.items()}
+    values = {}
+    for variable, value in environment.items():
+        if variable in known:
+            values[known[variable]] = _parse(variable, known[variable], value)
+        elif variable.startswith("MXK_") and variable != "MXK_VLLM":
+            raise SettingsError(variable, repr(value), ", ".join(sorted(known)), "correct the name or unset it")
+    return Settings(**values)
+
+
+settings = from_environment(os.environ)
+"""The settings of this process."""
