@@ -27,6 +27,10 @@ class Settings:
     cpu_isa: str = "auto"
     dump_dir: str | None = None
 
+    def identity(self) -> tuple[object, ...]:
+        """What of this changes a compiled graph, for cache keys; where graphs are dumped does not."""
+        return (self.max_tokens, self.cpu_isa)
+
     def replace(self, **changes: Any) -> Settings:
         """A copy with the given fields changed, validated like the environment; raises SettingsError."""
         parsed = {}

@@ -1,0 +1,208 @@
+"""Rules of `mxk::moe`: `check_moe` raises CallError or returns the sizes; the fakes of both overloads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from mxk_compile.errors import CallError
+from mxk_compile.ops import library
+from mxk_compile.ops.formats.mxfp4 import BLOCK as MXFP4_BLOCK_SIZE
+from mxk_compile.variants import ACTIVATIONS, PACK_DIMS, ROW_ORDERS, WEIGHT_FORMATS
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_SCALES = (torch.bfloat16, torch.float16, torch.float32)
+_VALUES_PER_ELEMENT = {torch.uint8: 2, torch.int32: 8}
+
+Weights = Tensor | Sequence[Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class MoESizes:
+    """Sizes that `check_moe` found: E, K, I, k, and the group sizes of w13 (along K) and w2 (along I)."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    group_sizes: tuple[int, int]
+
+
+def check_moe(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w13: Weights,
+    w13_scale: Weights,
+    w2: Weights,
+    w2_scale: Weights,
+    w13_zero: Weights | None = None,
+    w2_zero: Weights | None = None,
+    w13_bias: Weights | None = None,
+    w2_bias: Weights | None = None,
+    *,
+    weight_format: str,
+    row_order: str,
+    activation: str,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    pack_dim: str = "input",
+    experts_min: int = 0,
+    per_route: bool = False,
+) -> MoESizes:
+    """Checks one call of `mxk::moe` or `mxk::moe.lists`; arguments as there (ops/moe.py).
+
+    Raises:
+        CallError: naming the argument, what it is, and what it may be.
+    """
+    _one_of("weight_format", weight_format, WEIGHT_FORMATS)
+    _one_of("row_order", row_order, ROW_ORDERS)
+    _one_of("activation", activation, ACTIVATIONS)
+    _one_of("pack_dim", pack_dim, PACK_DIMS)
+    if hidden_states.dim() != 2 or not hidden_states.is_floating_point():
+        _refuse("hidden_states", _text(hidden_states), "[T, K], floating point")
+    if topk_ids.dim() != 2 or topk_ids.dtype not in _INTEGERS:
+        _refuse("topk_ids", _text(topk_ids), "[T, k], int64, int32, int16, int8 or uint8")
+    if topk_weights.dim() != 2 or not topk_weights.is_floating_point():
+        _refuse("topk_weights", _text(topk_weights), "[T, k], floating point")
+    num_tokens, hidden_size = hidden_states.shape
+    top_k = topk_ids.shape[1]
+    if topk_ids.shape[0] != num_tokens:
+        _refuse("topk_ids", _text(topk_ids), f"{num_tokens} rows, as hidden_states")
+    if topk_weights.shape != topk_ids.shape:
+        _refuse("topk_weights", _text(topk_weights), f"the shape of topk_ids, {list(topk_ids.shape)}")
+    for name, routing in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if routing.device != hidden_states.device:
+            _refuse(name, f"on {routing.device}", f"{hidden_states.device}, as hidden_states")
+    if isinstance(limit, float) and limit != limit:
+        _refuse("limit", "nan", "a number, or None for no clamp")
+
+    num_experts = len(w2)
+    separate = row_order == "separate"
+    if separate and isinstance(w13, Tensor):
+        _refuse("row_order", "'separate' with stacked weights", "'separate' only in mxk::moe.lists")
+    if num_experts == 0 or len(w13) != num_experts * (2 if separate else 1):
+        _refuse("w13", f"{len(w13)} experts for {num_experts} in w2", "E in both (2E in w13 if 'separate')")
+    if pack_dim == "output" and weight_format == "mxfp4":
+        _refuse("pack_dim", "'output' with mxfp4", "'input' for mxfp4")
+
+    w13_rows = _packed("w13", w13, hidden_size, weight_format, pack_dim, device=hidden_states.device)
+    if not separate and w13_rows % 2:
+        _refuse("w13", f"{w13_rows} rows", "an even number, gate and up")
+    intermediate_size = w13_rows if separate else w13_rows // 2
+    w2_rows = _packed("w2", w2, intermediate_size, weight_format, pack_dim, device=hidden_states.device)
+    if w2_rows != hidden_size:
+        _refuse("w2", f"{w2_rows} output rows", f"K = {hidden_size}, as hidden_states")
+
+    groups = []
+    for name, weight, scale, zero, rows, columns in (
+        ("w13", w13, w13_scale, w13_zero, w13_rows, hidden_size),
+        ("w2", w2, w2_scale, w2_zero, w2_rows, intermediate_size),
+    ):
+        groups.append(_scales(name, len(weight), scale, rows, columns, weight_format, pack_dim))
+        if zero is not None and len(zero):
+            _zeros(name, zero, scale, weight_format, pack_dim)
+    for name, bias, count, rows in (
+        ("w13_bias", w13_bias, len(w13), w13_rows),
+        ("w2_bias", w2_bias, num_experts, w2_rows),
+    ):
+        if bias is not None and len(bias):
+            shape, dtype = _uniform(name, bias, count)
+            if tuple(shape) != (rows,) or dtype not in (torch.bfloat16, torch.float32):
+                _refuse(name, f"{list(shape)} {dtype} an expert", f"[{rows}], bfloat16 or float32")
+    return MoESizes(num_experts, hidden_size, intermediate_size, top_k, (groups[0], groups[1]))
+
+
+def _refuse(argument: str, given: str, allowed: str) -> NoReturn:
+    raise CallError("mxk::moe", f"{argument} is {given}", allowed, "correct the call, or keep the stock op")
+
+
+def _one_of(argument: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        _refuse(argument, repr(value), ", ".join(allowed))
+
+
+def _text(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype}"
+
+
+def _uniform(name: str, values: Weights, count: int, device: torch.device | None = None) -> tuple[Any, torch.dtype]:
+    """Shape and dtype of one expert's tensor; all experts must agree."""
+    if len(values) != count:
+        _refuse(name, f"{len(values)} experts", f"{count}, as the packed weight")
+    if isinstance(values, Tensor):
+        if device is not None and values.device != device:
+            _refuse(name, f"on {values.device}", f"{device}, as hidden_states")
+        return values.shape[1:], values.dtype
+    shape, dtype = values[0].shape, values[0].dtype
+    for index, value in enumerate(values):
+        if value.shape != shape or value.dtype != dtype:
+            _refuse(f"{name}[{index}]", _text(value), f"{list(shape)} {dtype}, as {name}[0]")
+        if device is not None and value.device != device:
+            _refuse(f"{name}[{index}]", f"on {value.device}", f"{device}, as hidden_states")
+    return shape, dtype
+
+
+def _packed(name: str, values: Weights, columns: int, weight_format: str, pack_dim: str, device: torch.device) -> int:
+    """Number of output rows of a packed weight whose input dimension must be `columns`."""
+    shape, dtype = _uniform(name, values, len(values), device)
+    factor = _VALUES_PER_ELEMENT.get(dtype)
+    allowed = ("uint8",) if weight_format == "mxfp4" else ("int32",) if pack_dim == "output" else ("uint8", "int32")
+    if len(shape) != 2 or factor is None or str(dtype).removeprefix("torch.") not in allowed:
+        _refuse(name, f"{list(shape)} {dtype} an expert", f"a matrix of {' or '.join(allowed)}")
+    if pack_dim == "output":
+        if shape[0] != columns:
+            _refuse(name, f"{list(shape)} an expert", f"{columns} rows, one per input value")
+        return int(shape[1]) * factor
+    if shape[1] != -(-columns // factor):
+        _refuse(name, f"{list(shape)} {dtype} an expert", f"{-(-columns // factor)} columns for {columns} input values")
+    return int(shape[0])
+
+
+def _scales(
+    name: str, count: int, scale: Weights, rows: int, columns: int, weight_format: str, pack_dim: str
+) -> int:
+    """The group size along the input dimension that the scale's shape says."""
+    shape, dtype = _uniform(f"{name}_scale", scale, count)
+    transposed = pack_dim == "output"
+    num_groups = int(shape[0 if transposed else 1]) if len(shape) == 2 else 0
+    rows_given = shape[1 if transposed else 0] if len(shape) == 2 else None
+    if weight_format == "mxfp4":
+        dtypes, fits = (torch.uint8,), num_groups == -(-columns // MXFP4_BLOCK_SIZE)
+        expected, group_size = f"ceil({columns} / {MXFP4_BLOCK_SIZE})", MXFP4_BLOCK_SIZE
+    else:
+        dtypes, fits = _SCALES, num_groups > 0 and columns % num_groups == 0
+        expected, group_size = f"a divisor of {columns}", columns // max(num_groups, 1)
+    if not fits or rows_given != rows or dtype not in dtypes:
+        order = f"{expected} groups x {rows}" if transposed else f"{rows} x {expected} groups"
+        _refuse(f"{name}_scale", f"{list(shape)} {dtype} an expert", f"{order}, {' or '.join(map(str, dtypes))}")
+    return group_size
+
+
+def _zeros(name: str, zero: Weights, scale: Weights, weight_format: str, pack_dim: str) -> None:
+    if weight_format != "uint4":
+        _refuse(f"{name}_zero", f"given with {weight_format}", "zero points only with uint4")
+    shape, dtype = _uniform(f"{name}_zero", zero, len(scale))
+    scale_shape = tuple(scale[0].shape)
+    packed = (*scale_shape[:-1], scale_shape[-1] // 8)
+    if (dtype, tuple(shape)) != (torch.uint8, scale_shape) and (
+        pack_dim != "output" or (dtype, tuple(shape)) != (torch.int32, packed)
+    ):
+        allowed = f"{list(scale_shape)} uint8" + (f" or {list(packed)} int32" if pack_dim == "output" else "")
+        _refuse(f"{name}_zero", f"{list(shape)} {dtype} an expert", allowed)
+
+
+def _fake_moe(hidden_states: Tensor, topk_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    check_moe(hidden_states, topk_ids, *args, **kwargs)
+    num_tokens, hidden_size = hidden_states.shape
+    if kwargs.get("per_route", False):
+        return hidden_states.new_empty((num_tokens, topk_ids.shape[1], hidden_size))
+    return hidden_states.new_empty((num_tokens, hidden_size))
+
+
+library.impl("moe", _fake_moe, "Meta")
+library.impl("moe.lists", _fake_moe, "Meta")

@@ -1,0 +1,37 @@
+"""The schemas of every op of this package, in one block, and the stand-in for `hpu::` where the bridge is absent.
+
+`Library.define` + `impl` rather than `torch.library.custom_op`: about 5 µs against 11 µs a call (torch 2.13, CPU).
+"""
+
+from __future__ import annotations
+
+import torch
+
+library = torch.library.Library("mxk", "DEF")
+
+_MOE_WEIGHTS = (
+    "w13, {0} w13_scale, {0} w2, {0} w2_scale, {1} w13_zero{2}, {1} w2_zero{2}, {1} w13_bias{2}, {1} w2_bias{2}"
+)
+_MOE_ATTRIBUTES = (
+    "str weight_format, str row_order, str activation, float alpha=1.0, float? limit=None, "
+    'str pack_dim="input", int experts_min=0, bool per_route=False'
+)
+
+
+def _moe_schema(name: str, weight: str, optional_weight: str, default: str) -> str:
+    weights = _MOE_WEIGHTS.format(weight, optional_weight, default)
+    return (
+        f"{name}(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, {weight} {weights}, *, "
+        f"{_MOE_ATTRIBUTES}) -> Tensor"
+    )
+
+
+# Tensors and attributes are described in ops/moe.py.
+library.define(_moe_schema("moe", "Tensor", "Tensor?", "=None"))
+library.define(_moe_schema("moe.lists", "Tensor[]", "Tensor[]", ""))
+# The gradient of an op that has none: raises when it runs, so that a joint graph can still be traced.
+library.define("no_backward(Tensor like, str op) -> Tensor")
+
+from mxk_compile.ops import moe, stock  # noqa: E402  they implement the schemas above
+
+__all__ = ["library", "moe", "stock"]
