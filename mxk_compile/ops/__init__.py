@@ -30,7 +30,7 @@ def _moe_schema(name: str, weight: str, optional_weight: str, default: str) -> s
 library.define(_moe_schema("moe", "Tensor", "Tensor?", "=None"))
 library.define(_moe_schema("moe.lists", "Tensor[]", "Tensor[]", ""))
 # The gradient of an op that has none: raises when it runs, so that a joint graph can still be traced.
-library.define("no_backward(Tensor like, str op) -> Tensor")
+library.define("no_backward(Tensor grad, Tensor like, str op) -> Tensor")
 
 from mxk_compile.ops import moe, stock  # noqa: E402  they implement the schemas above
 

@@ -131,7 +131,7 @@ def reference(
     return total.to(hidden_states.dtype)
 
 
-def _no_backward(like: Tensor, op: str) -> Tensor:
+def _no_backward(grad: Tensor, like: Tensor, op: str) -> Tensor:
     raise BackwardError(
         op,
         "a gradient was asked of it",
@@ -142,7 +142,7 @@ def _no_backward(like: Tensor, op: str) -> Tensor:
 
 library.impl("no_backward", _no_backward, "CPU")
 library.impl("no_backward", _no_backward, "CUDA")
-library.impl("no_backward", lambda like, op: torch.empty_like(like), "Meta")
+library.impl("no_backward", lambda grad, like, op: torch.empty_like(like), "Meta")
 
 
 def register_no_backward(op: torch._ops.OpOverload) -> None:
@@ -170,7 +170,8 @@ def register_no_backward(op: torch._ops.OpOverload) -> None:
         def gradient(place: Any) -> Any:
             if isinstance(place, list):
                 return [gradient(x) for x in place]
-            return None if place is None else torch.ops.mxk.no_backward(saved[place], name)
+            # An op of `grad`: without it, a partitioner of the joint graph would put it into the forward.
+            return None if place is None else torch.ops.mxk.no_backward(grad, saved[place], name)
 
         return tuple(gradient(place) for place in ctx.places)
 
