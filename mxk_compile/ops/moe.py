@@ -176,3 +176,7 @@ def register_no_backward(op: torch._ops.OpOverload) -> None:
         return tuple(gradient(place) for place in ctx.places)
 
     torch.library.register_autograd(op, backward, setup_context=setup_context)
+
+
+register_no_backward(torch.ops.mxk.moe.default)
+register_no_backward(torch.ops.mxk.moe.lists)

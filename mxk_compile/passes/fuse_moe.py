@@ -172,7 +172,8 @@ def _replace(graph: fx.Graph, node: fx.Node, call: dict[str, Any]) -> None:
             target, weights = torch.ops.mxk.moe.lists, lists
         args, attributes = _arguments(call, weights)
         fused = graph.call_function(target, tuple(args), attributes)
-    fused.meta = dict(node.meta)
+    # `eager_input_vals` are the stock node's inputs; without them Inductor is free to choose layouts, as any is accepted.
+    fused.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
     for key in ("val", "example_value"):
         if key in node.meta:
             fused.meta[key] = target(*fake_arguments(args), **attributes)
