@@ -1,0 +1,53 @@
+# `make demo` and `make test` start from nothing: each makes its own environment in $(VENV) and is quick when run again.
+PYTHON ?= python3
+VENV ?= .venv
+# torch first, by itself: what pip takes for an open range may be a CUDA build of several GB. Any 2.10 to 2.14 serves.
+TORCH ?= torch==2.13.0
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+DEMO_FLAGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
+# What an installed environment depends on: an edited kernel source is built again, an edited Python file needs nothing.
+SOURCES := pyproject.toml $(wildcard setup.py mxk_compile/kernels/*/*.cpp mxk_compile/kernels/*/*.h mxk_compile/kernels/*/*.inc)
+
+.DELETE_ON_ERROR:
+.PHONY: demo test check fix bench clean
+
+demo: $(VENV)/.demo  ## the shipped model, stock and fused, side by side
+	$(BIN)/mxk demo $(DEMO_FLAGS)
+
+test: $(VENV)/.dev  ## every test
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+check: $(VENV)/.dev  ## lint, format, types, import contract
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fix: $(VENV)/.dev  ## what check can mend by itself
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/.demo  ## the fused op against the stock op and the read bandwidth of this machine
+	$(BIN)/python benchmarks/bench_moe.py $(BENCH_FLAGS)
+
+clean:  ## everything that make and the tools made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find mxk_compile tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find mxk_compile -name '*.so' -delete
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)"
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch $(SOURCES)
+	$(PIP) --editable ".[transformers]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch $(SOURCES)
+	$(PIP) --editable ".[dev]"
+	touch $@
