@@ -119,14 +119,20 @@ class MxkPass(CustomGraphPass):
 
 
 def _compile_with_inductor(
-    module: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, mode: str | None, patches: dict[str, Any]
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    mode: str | None,
+    patches: dict[str, Any],
 ) -> Callable[..., Any]:
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
     unknown = [name for name in patches if name.replace("-", "_") not in config.get_config_copy()]
     if unknown:
-        raise SettingsError("option inner_options", repr(unknown[0]), "Inductor's config names", "correct the name")
+        raise SettingsError(
+            "option inner_options", repr(unknown[0]), "Inductor's config names", "correct the name"
+        )
     patches = {**(list_mode_options(mode) if mode else {}), **patches}
     following = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     patches["post_grad_custom_pre_pass"] = MxkPass(settings, following)
@@ -137,7 +143,9 @@ def _compile_with_inductor(
 def _default_inner(module: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
     tensors = [*example_inputs, *module.parameters(), *module.buffers()]
     devices = {tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)}
-    return next((_DEFAULT_INNER[device] for device in sorted(devices) if device in _DEFAULT_INNER), "inductor")
+    return next(
+        (_DEFAULT_INNER[device] for device in sorted(devices) if device in _DEFAULT_INNER), "inductor"
+    )
 
 
 def _resolve(inner: str | Backend, options: dict[str, Any]) -> Backend:
@@ -148,7 +156,9 @@ def _resolve(inner: str | Backend, options: dict[str, Any]) -> Backend:
 
         names = sorted(set(list_backends(exclude_tags=())) - {"mxk"})
         if inner not in names:
-            raise SettingsError("option inner_backend", repr(inner), ", ".join(names), "name one, or pass a function")
+            raise SettingsError(
+                "option inner_backend", repr(inner), ", ".join(names), "name one, or pass a function"
+            )
         inner = lookup_backend(inner)
     return functools.partial(inner, options=options) if options else inner
 

@@ -13,7 +13,11 @@ from mxk_compile.settings import Settings, settings
 
 
 def explain(
-    fn: Callable[..., Any], *inputs: Any, settings: Settings = settings, dynamic: bool | None = None, **kwargs: Any
+    fn: Callable[..., Any],
+    *inputs: Any,
+    settings: Settings = settings,
+    dynamic: bool | None = None,
+    **kwargs: Any,
 ) -> Report:
     """Compiles and runs `fn(*inputs, **kwargs)` once with the passes and an eager inner backend.
 

@@ -65,7 +65,11 @@ class MoECase:
         """fp32 result; by default without the bf16 rounding of the intermediate: what `rel_l2` is taken against."""
         hidden_states = self.hidden_states.float()
         return reference(
-            hidden_states, *self.routing[1:], *self.weights, **self.attributes, round_intermediate=round_intermediate
+            hidden_states,
+            *self.routing[1:],
+            *self.weights,
+            **self.attributes,
+            round_intermediate=round_intermediate,
         )
 
 
@@ -117,7 +121,9 @@ def random_case(
 
     w13, w13_scale, w13_zero = weight(2 * intermediate_size, hidden_size)
     w2, w2_scale, w2_zero = weight(hidden_size, intermediate_size)
-    routed = torch.rand(num_tokens, num_experts, generator=generator).topk(min(top_k, num_experts), dim=1).indices
+    routed = (
+        torch.rand(num_tokens, num_experts, generator=generator).topk(min(top_k, num_experts), dim=1).indices
+    )
     topk_ids = (torch.zeros_like(routed) if hot else routed) + experts_min
 
     def floats(*shape: int) -> Tensor:

@@ -130,7 +130,9 @@ def _text(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype}"
 
 
-def _uniform(name: str, values: Weights, count: int, device: torch.device | None = None) -> tuple[Any, torch.dtype]:
+def _uniform(
+    name: str, values: Weights, count: int, device: torch.device | None = None
+) -> tuple[Any, torch.dtype]:
     """Shape and dtype of one expert's tensor; all experts must agree."""
     if len(values) != count:
         _refuse(name, f"{len(values)} experts", f"{count}, as the packed weight")
@@ -147,11 +149,15 @@ def _uniform(name: str, values: Weights, count: int, device: torch.device | None
     return shape, dtype
 
 
-def _packed(name: str, values: Weights, columns: int, weight_format: str, pack_dim: str, device: torch.device) -> int:
+def _packed(
+    name: str, values: Weights, columns: int, weight_format: str, pack_dim: str, device: torch.device
+) -> int:
     """Number of output rows of a packed weight whose input dimension must be `columns`."""
     shape, dtype = _uniform(name, values, len(values), device)
     factor = _VALUES_PER_ELEMENT.get(dtype)
-    allowed = ("uint8",) if weight_format == "mxfp4" else ("int32",) if pack_dim == "output" else ("uint8", "int32")
+    allowed = (
+        ("uint8",) if weight_format == "mxfp4" else ("int32",) if pack_dim == "output" else ("uint8", "int32")
+    )
     if len(shape) != 2 or factor is None or str(dtype).removeprefix("torch.") not in allowed:
         _refuse(name, f"{list(shape)} {dtype} an expert", f"a matrix of {' or '.join(allowed)}")
     if pack_dim == "output":
@@ -159,7 +165,11 @@ def _packed(name: str, values: Weights, columns: int, weight_format: str, pack_d
             _refuse(name, f"{list(shape)} an expert", f"{columns} rows, one per input value")
         return int(shape[1]) * factor
     if shape[1] != -(-columns // factor):
-        _refuse(name, f"{list(shape)} {dtype} an expert", f"{-(-columns // factor)} columns for {columns} input values")
+        _refuse(
+            name,
+            f"{list(shape)} {dtype} an expert",
+            f"{-(-columns // factor)} columns for {columns} input values",
+        )
     return int(shape[0])
 
 
@@ -179,7 +189,9 @@ def _scales(
         expected, group_size = f"a divisor of {columns}", columns // max(num_groups, 1)
     if not fits or rows_given != rows or dtype not in dtypes:
         order = f"{expected} groups x {rows}" if transposed else f"{rows} x {expected} groups"
-        _refuse(f"{name}_scale", f"{list(shape)} {dtype} an expert", f"{order}, {' or '.join(map(str, dtypes))}")
+        _refuse(
+            f"{name}_scale", f"{list(shape)} {dtype} an expert", f"{order}, {' or '.join(map(str, dtypes))}"
+        )
     return group_size
 
 

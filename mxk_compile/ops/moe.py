@@ -19,7 +19,6 @@ Tensors (T tokens, K hidden, I intermediate, E local experts, k routes a token, 
 order, "separate": w13 then holds 2E tensors, all gates before all ups.
 
 Attributes:
-
     weight_format  "mxfp4": E2M1 codes, low nibble = even k, E8M0 scale per 32 (OCP MX v1.0)
                    "uint4": (code - zero) * scale        "int4": two's complement code * scale
     row_order      of the 2I rows: "gate_up", "up_gate", "interleaved" (even rows are gate)
@@ -149,7 +148,9 @@ def register_no_backward(op: torch._ops.OpOverload) -> None:
     """Gives `op` a backward that can be traced and raises BackwardError when it runs, instead of silent zeros."""
     name = str(op)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None
+    ) -> None:
         saved: list[Tensor] = []
 
         def place(value: Any) -> Any:

@@ -63,7 +63,9 @@ def source_hash() -> str:
     """Hash of every Python source that can change a rewrite: part of the compile cache key."""
     package = pathlib.Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for path in sorted(itertools.chain(*((package / part).rglob("*.py") for part in ("passes", "ops", "meta", "kernels")))):
+    for path in sorted(
+        itertools.chain(*((package / part).rglob("*.py") for part in ("passes", "ops", "meta", "kernels")))
+    ):
         digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 

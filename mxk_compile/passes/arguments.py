@@ -24,7 +24,9 @@ def overload_of(node: fx.Node) -> torch._ops.OpOverload | None:
     for name in target.overloads():
         overload = getattr(target, name)
         bound = bind(overload, node)
-        if bound is not None and all(_fits(argument, bound[argument.name]) for argument in overload._schema.arguments):
+        if bound is not None and all(
+            _fits(argument, bound[argument.name]) for argument in overload._schema.arguments
+        ):
             return overload
     return None
 

@@ -19,7 +19,7 @@ from torch import fx
 from mxk_compile.errors import CallError
 from mxk_compile.kernels import MoEDesc, supports
 from mxk_compile.passes import token_rule
-from mxk_compile.passes.arguments import bind, fake_arguments, fake_value, overload_of
+from mxk_compile.passes.arguments import bind, fake_arguments, overload_of
 from mxk_compile.passes.context import Context
 from mxk_compile.passes.report import NodeReport
 from mxk_compile.passes.stacks import is_restackable, restack

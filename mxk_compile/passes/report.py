@@ -55,7 +55,10 @@ class Report:
             runs_on = str(node.kernel) if node.fused else f"stock: {node.reason}"
             rows.append((node.layer, node.stock_op, str(node.desc or "-"), node.token_rule or "-", runs_on))
         widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
-        lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+        lines = [
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+            for row in rows
+        ]
         return "\n".join([*lines, f"{self.num_fused} of {len(self.nodes)} MoE nodes fused"])
 
 

@@ -54,7 +54,12 @@ def restack(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node | None:
     """
     if len(set(nodes)) == 1:
         value = fake_value(nodes[0])
-        return _insert(graph, _aten.expand.default, _insert(graph, _aten.unsqueeze.default, nodes[0], 0), [len(nodes), *value.shape])
+        return _insert(
+            graph,
+            _aten.expand.default,
+            _insert(graph, _aten.unsqueeze.default, nodes[0], 0),
+            [len(nodes), *value.shape],
+        )
     found = stacked(nodes)
     if found is None:
         return None

@@ -76,5 +76,14 @@ ACTIVATIONS = {"silu": "silu"}
 """Stock activation names that a fused kernel computes, and its name for them."""
 
 ROUTING = ("hidden_states", "expert_routing_table", "router_weights")
-ANY_VALUE = ("experts_min", "experts_max", "chunk_size", "total_experts", "recomp", "alpha", "limit", "activation")
+ANY_VALUE = (
+    "experts_min",
+    "experts_max",
+    "chunk_size",
+    "total_experts",
+    "recomp",
+    "alpha",
+    "limit",
+    "activation",
+)
 """Arguments that are read, or that do not change the result: tiling hints, and a training option."""

@@ -42,7 +42,9 @@ def decide(num_tokens: Any, cap: int | None, can_guard: bool) -> TokenRule:
     if symbolic_shapes.has_free_unbacked_symbols(num_tokens):
         return TokenRule(f"{expression} ? {cap}", f"{expression} depends on data: not known to be <= {cap}")
     if not can_guard:
-        return TokenRule(f"{expression} ? {cap}", f"{expression} is symbolic and nothing here checks a guard <= {cap}")
+        return TokenRule(
+            f"{expression} ? {cap}", f"{expression} is symbolic and nothing here checks a guard <= {cap}"
+        )
     return _outcome(bool(num_tokens <= cap), expression, cap, "guarded")
 
 

@@ -19,7 +19,9 @@ def verify(module: fx.GraphModule) -> None:
             continue
         value = fake_value(node)
         if value is None:
-            raise GraphError(str(node.target), f"node {node.name} without metadata", "a fake value", "report this")
+            raise GraphError(
+                str(node.target), f"node {node.name} without metadata", "a fake value", "report this"
+            )
         expected = node.target(*fake_arguments(node.args), **fake_arguments(node.kwargs))
         for attribute in ("shape", "dtype", "device"):
             given, wanted = getattr(value, attribute), getattr(expected, attribute)
@@ -27,4 +29,6 @@ def verify(module: fx.GraphModule) -> None:
                 given_text = f"node {node.name} with {attribute} {given}"
                 raise GraphError(str(node.target), given_text, str(wanted), "report this")
         if value.stride() != expected.stride():
-            raise GraphError(str(node.target), f"stride {value.stride()}", str(expected.stride()), "report this")
+            raise GraphError(
+                str(node.target), f"stride {value.stride()}", str(expected.stride()), "report this"
+            )
