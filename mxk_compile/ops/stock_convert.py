@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mxk_compile.errors import CallError
-from mxk_compile.ops.formats.nibbles import unpack_nibbles
+from mxk_compile.ops.formats.nibbles import as_bytes, unpack_nibbles
 
 
 def check_convert(
@@ -81,40 +81,44 @@ def convert_from_4bit(
         disable_fp8_clipping: fp8 results overflow instead of saturating.
         signed: codes are two's complement, -8..7, instead of 0..15.
     """
-    values = _codes(input, signed)
-    if group_index is not None:
-        scale = scale[group_index.to(torch.int64)]
+    # The product of two numbers of 16 bits is rounded once in their dtype; anything else goes through fp32.
+    dtype = out_dtype if scale.dtype == out_dtype and out_dtype.itemsize == 2 else torch.float32
+    values = _codes(input, signed, dtype)
     if zero_point is not None:
-        if _is_packed(zero_point, input):
-            zero_point = _codes(zero_point, signed)
-        if group_index is not None:
-            zero_point = zero_point[group_index.to(torch.int64)]
-        if zero_point.is_floating_point():
-            values = values.to(out_dtype if out_dtype.itemsize > 1 else torch.float32)
-            zero_point = zero_point.to(values.dtype)
-        values = _per_group(torch.sub, values, zero_point)
-    # In one dtype of two bytes the product is rounded once as it is; anything else goes through fp32.
-    dtype = out_dtype if scale.dtype == out_dtype and out_dtype.itemsize > 1 else torch.float32
-    product = _per_group(torch.mul, values.to(dtype), scale.to(dtype))
+        zeros = _codes(zero_point, signed, dtype) if _is_packed(zero_point, input) else zero_point.to(dtype)
+        _in_place(Tensor.sub_, values, zeros, group_index)
+    _in_place(Tensor.mul_, values, scale.to(dtype), group_index)
     if out_dtype.itemsize == 1 and not disable_fp8_clipping:
         limits = torch.finfo(out_dtype)
-        product = product.clamp(limits.min, limits.max)
-    return product.to(out_dtype).contiguous()
+        values.clamp_(limits.min, limits.max)
+    return values.to(out_dtype)
 
 
-def _codes(words: Tensor, signed: bool) -> Tensor:
-    """int32 [..., W] to int8 [..., 8W]: 0..15, or -8..7 if `signed`."""
-    codes = unpack_nibbles(words).view(torch.int8)
-    return (codes ^ 8) - 8 if signed else codes
+def _codes(words: Tensor, signed: bool, dtype: torch.dtype) -> Tensor:
+    """Codes of int32 [..., W] as dtype [..., 8W], contiguous: 0..15, or -8..7 if `signed`."""
+    byte = torch.arange(256, dtype=torch.uint8, device=words.device)
+    codes = unpack_nibbles(byte[:, None]).view(torch.int8)
+    codes = (codes ^ 8) - 8 if signed else codes
+    # One look-up a byte, of both its values, passes over memory less often than shifts and masks do.
+    pairs = codes.to(dtype).view(torch.int32 if dtype.itemsize == 2 else torch.int64).flatten()
+    packed = as_bytes(words)
+    return pairs.index_select(0, packed.flatten().to(torch.int32)).view(dtype).view(*packed.shape[:-1], -1)
 
 
-def _per_group(operation: Callable[[Tensor, Tensor], Tensor], values: Tensor, parameter: Tensor) -> Tensor:
-    """Apply values (op) parameter, whose shape may be smaller in one dimension, by the group size."""
+def _in_place(
+    operation: Callable[[Tensor, Tensor], Tensor],
+    values: Tensor,
+    parameter: Tensor,
+    group_index: Tensor | None,
+) -> None:
+    """Apply to contiguous values a parameter that may be smaller in one dimension, by the group size."""
+    if group_index is not None:
+        parameter = parameter[group_index.to(torch.int64)]
     for dim, (size, groups) in enumerate(zip(values.shape, parameter.shape, strict=True)):
         if size != groups:
-            grouped = values.unflatten(dim, (groups, size // groups))
-            return operation(grouped, parameter.unsqueeze(dim + 1)).flatten(dim, dim + 1)
-    return operation(values, parameter)
+            values, parameter = values.unflatten(dim, (groups, -1)), parameter.unsqueeze(dim + 1)
+            break
+    operation(values, parameter)
 
 
 def refuse(name: str, given: str, allowed: str, advice: str) -> NoReturn:
