@@ -1,0 +1,148 @@
+"""Things that rot unseen: documented commands, versions, names of machines, package contents, tests that never run."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.metadata
+import importlib.resources
+import pathlib
+import re
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+import mxk_compile
+from mxk_compile.settings import Settings
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "mxk_compile"
+README = (ROOT / "README.md").read_text()
+
+LONG_FILES: dict[str, str] = {}
+"""Files that may have more than 400 lines, and why."""
+
+
+def tracked_files() -> list[pathlib.Path]:
+    """Files of the repository; everything in it where it is not a git checkout."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    names = listed.stdout.split("\0") if listed.returncode == 0 else []
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def text_files() -> Iterator[tuple[str, str]]:
+    """Path below the root and text of each tracked text file."""
+    for path in tracked_files():
+        if path.suffix in (".safetensors", ".png", ".pt") or path.stat().st_size > 2**20:
+            continue
+        yield path.relative_to(ROOT).as_posix(), path.read_text()
+
+
+def commands(text: str) -> list[str]:
+    """Lines of the shell blocks of a Markdown text, without comments."""
+    blocks = re.findall(r"```(?:sh|bash|console)\n(.*?)```", text, re.DOTALL)
+    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def test_documented_make_commands_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    used = {
+        target
+        for path in [ROOT / ".ci/run", *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+        for target in re.findall(r"[`\s]make ([a-z]+)\b(?=[` \n])", path.read_text())
+    }
+    assert {"demo", "test", "check"} <= used & set(re.findall(r"make ([a-z]+)", "\n".join(commands(README)) + " make check"))
+    assert used - targets - {"sure"} == set()
+
+
+def test_settings_are_documented() -> None:
+    from mxk_compile.backend import _OPTIONS
+    from mxk_compile.settings import _VARIABLES
+
+    assert {field.name for field in dataclasses.fields(Settings)} == set(_VARIABLES)
+    for name in (*_VARIABLES.values(), *_OPTIONS):
+        assert f"`{name}`" in README, f"README.md says nothing about {name}"
+
+
+def test_documented_python_names_exist() -> None:
+    for name in set(re.findall(r"\bmxk_compile\.([a-z_]+)\(", README)):
+        assert name in mxk_compile.__all__
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in tracked_files():
+        if path.suffix != ".md":
+            continue
+        for target in re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", path.read_text()):
+            assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
+
+
+def test_version_is_in_one_place() -> None:
+    version = mxk_compile.__version__
+    assert importlib.metadata.version("mxk-compile") == version, "installed from other sources: run `make test`"
+    holders = [name for name, text in text_files() if name.endswith((".py", ".toml")) and f'"{version}"' in text]
+    assert holders == ["mxk_compile/version.py"]
+    assert f"[{version}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_no_machine_and_no_registry_is_named() -> None:
+    # Written in parts, as this file is searched too.
+    paths = "|".join(("wo" "rk", "ro" "ot", "ho" "me", "Us" "ers"))
+    hosts = "|".join(("py" "pi", "pythonhosted", "download.pytorch", "registry.npmjs", "conda.anaconda", "ghcr", "debian"))
+    named = re.compile(rf"(?<![\w.$}}])/(?:{paths})/\w|\b(?:{hosts})\.(?:org|com|io|cloud|net)\b")
+    found = [f"{name}: {match.group()}" for name, text in text_files() for match in named.finditer(text)]
+    assert found == []
+
+
+def test_files_are_short() -> None:
+    sources = {name: text for name, text in text_files() if name.endswith((".py", ".cpp", ".h", ".c", ".cu"))}
+    long = {name for name, text in sources.items() if text.count("\n") > 400}
+    assert long == set(LONG_FILES)
+
+
+def test_package_holds_its_data() -> None:
+    files = importlib.resources.files("mxk_compile")
+    assert files.joinpath("py.typed").is_file()
+    data = re.search(r"^mxk_compile = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert data is not None
+    for pattern in re.findall(r'"(.+?)"', data.group(1)):
+        if not pattern.endswith(".so"):  # built, and absent where there was no compiler
+            assert list(PACKAGE.glob(pattern)), f"package data {pattern} matches nothing"
+    native = {path.suffix for path in PACKAGE.rglob("*") if path.suffix in (".cpp", ".h", ".inc", ".c", ".cu", ".cuh")}
+    assert native <= {pathlib.PurePath(pattern).suffix for pattern in re.findall(r'"(.+?)"', data.group(1))}
+
+
+def test_entry_points_resolve() -> None:
+    import torch._dynamo
+
+    assert "mxk" in torch._dynamo.list_backends()
+    for group, name in (("torch_dynamo_backends", "mxk"), ("console_scripts", "mxk")):
+        (entry_point,) = importlib.metadata.entry_points(group=group, name=name)
+        assert callable(entry_point.load())
+
+
+def test_only_settings_reads_the_environment() -> None:
+    readers = {
+        name for name, text in text_files() if name.startswith("mxk_compile/") and re.search(r"os\.environ|getenv\(", text)
+    }
+    assert readers == {"mxk_compile/settings.py"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.stem)
+def test_every_test_is_collected(path: pathlib.Path) -> None:
+    if path.name in ("conftest.py", "__init__.py"):
+        return
+    tree = ast.parse(path.read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    tests = [function for function in functions if function.name.startswith("test_")]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.startswith("Test")]
+    assert path.name.startswith("test_"), "pytest does not collect this name"
+    assert tests or classes, "a file without tests"
+    names = [function.name for function in functions]
+    assert len(names) == len(set(names)), "a later function of the same name hides an earlier one"
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {argument.arg for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for argument in node.args.args}
+    for function in functions:
+        unused = function not in tests and not function.decorator_list and function.name not in used
+        assert not unused, f"{function.name} is neither a test nor used by one"

@@ -1,0 +1,100 @@
+"""Settings: what each variable and option accepts, what it refuses, and how it says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from mxk_compile.errors import SettingsError
+from mxk_compile.settings import CPU_ISAS, Settings, from_environment
+
+GOOD = [
+    ("MXK_MAX_TOKENS", "max_tokens", "0", 0),
+    ("MXK_MAX_TOKENS", "max_tokens", " 64 ", 64),
+    ("MXK_MAX_TOKENS", "max_tokens", "any", None),
+    *(("MXK_CPU_ISA", "cpu_isa", isa, isa) for isa in CPU_ISAS),
+    ("MXK_DUMP", "dump_dir", "graphs/of this", "graphs/of this"),
+    ("MXK_DUMP", "dump_dir", "", None),
+]
+BAD = [
+    *(("MXK_MAX_TOKENS", "max_tokens", value) for value in ("-1", "", "1.5", "1e3", "none", "32 tokens")),
+    *(("MXK_CPU_ISA", "cpu_isa", value) for value in ("AVX2", "avx1024", "")),
+]
+
+
+def test_defaults() -> None:
+    assert from_environment({}) == Settings() == Settings(max_tokens=32, cpu_isa="auto", dump_dir=None)
+
+
+@pytest.mark.parametrize(("variable", "name", "value", "expected"), GOOD)
+def test_good_values(variable: str, name: str, value: str, expected: Any) -> None:
+    from_variable = from_environment({variable: value, "PATH": "/usr/bin"})
+    assert getattr(from_variable, name) == expected
+    assert from_variable == Settings().replace(**{name: value})
+
+
+@pytest.mark.parametrize(("variable", "name", "value"), BAD)
+def test_bad_values_name_the_variable_and_the_value(variable: str, name: str, value: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        from_environment({variable: value})
+    text = str(caught.value)
+    assert text.startswith(f"{variable}: {value!r}; allowed: ")
+    assert "\n" not in text
+    with pytest.raises(SettingsError, match=f"^mxk option {name}: "):
+        Settings().replace(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_tokens", True), ("max_tokens", 1.5), ("max_tokens", [32]), ("cpu_isa", None), ("dump_dir", 5)],
+)
+def test_options_of_a_wrong_type_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(SettingsError, match=f"^mxk option {name}: "):
+        Settings().replace(**{name: value})
+
+
+def test_options_take_python_values() -> None:
+    changed = Settings().replace(max_tokens=8, dump_dir=pathlib.Path("graphs"))
+    assert changed == Settings(max_tokens=8, dump_dir="graphs")
+    assert Settings().replace(max_tokens=None).max_tokens is None
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(SettingsError, match="^MXK_MAX_TOKEN: '8'; allowed: .*MXK_MAX_TOKENS.*; correct the name"):
+        from_environment({"MXK_MAX_TOKEN": "8"})
+    with pytest.raises(SettingsError, match="^mxk option: 'max_token'; allowed: .*max_tokens.*; correct the name"):
+        Settings().replace(max_token=8)
+
+
+def test_variables_of_others_are_ignored() -> None:
+    assert from_environment({"MXK": "1", "MXKMAX": "1", "MXK_VLLM": "1", "mxk_dump": "x"}) == Settings()
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Settings().max_tokens = 8  # type: ignore[misc]
+
+
+def test_identity_holds_what_changes_a_graph() -> None:
+    assert Settings().identity() == Settings(dump_dir="graphs").identity()
+    others = {Settings(max_tokens=8).identity(), Settings(max_tokens=None).identity(), Settings(cpu_isa="avx2").identity()}
+    assert len(others | {Settings().identity()}) == 4
+    covered = {"max_tokens", "cpu_isa", "dump_dir"}
+    assert {field.name for field in dataclasses.fields(Settings)} == covered, "decide whether the new one is part of it"
+
+
+def test_wrong_environment_stops_the_import_with_the_reason() -> None:
+    command = [sys.executable, "-c", "import mxk_compile"]
+    result = subprocess.run(
+        command, env={**os.environ, "MXK_MAX_TOKENS": "many"}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode != 0
+    assert result.stderr.splitlines()[-1].endswith(
+        "SettingsError: MXK_MAX_TOKENS: 'many'; allowed: an integer >= 0, or 'any'; correct or unset it"
+    )
