@@ -1,0 +1,253 @@
+"""INT4 experts that a checkpoint holds one tensor for each expert and projection: compressed-tensors and GPTQ.
+
+Both become "uint4" stacks packed along the input dimension. compressed-tensors words are in that order already and
+are read into their place; a GPTQ word holds eight inputs of one output, so that a transpose of words gives the
+same order. Zero points are unpacked to one byte a group.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from mxk_compile.checkpoint_files import TensorFiles
+from mxk_compile.errors import CallError, CheckpointError
+from mxk_compile.ops.formats import int4
+from mxk_compile.ops.formats.nibbles import unpack_nibbles
+
+# What a stored zero point lacks: version 1 stores (zero - 1) & 15, version 2 the zero.
+GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}
+_BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a scheme calls the tensors of one linear layer with N outputs and K inputs.
+
+    inputs_first: weight int32 [K/8, N], scale [K/g, N], zero int32 [K/g, N/8]; else weight int32 [N, K/8],
+    scale [N, K/g], zero int32 [N/8, K/g]. A word holds eight codes 0..15, the low nibble first.
+    """
+
+    weight: str
+    scale: str
+    zero: str
+    group_index: str
+    inputs_first: bool
+
+    def shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape in the file of what is [rows, columns] with outputs first."""
+        return (columns, rows) if self.inputs_first else (rows, columns)
+
+
+_PARTS = {
+    "compressed_tensors": _Parts("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", False),
+    "gptq": _Parts("qweight", "scales", "qzeros", "g_idx", True),
+}
+
+
+class Int4Layer:
+    """The experts of one layer. Raises CheckpointError for a configuration that is not understood."""
+
+    def __init__(
+        self,
+        files: TensorFiles,
+        prefix: str,
+        scheme: str,
+        quantization: dict[str, Any],
+        gptq_format: str | None,
+    ) -> None:
+        self.files, self.prefix, self.parts = files, prefix, _PARTS[scheme]
+        is_gptq = scheme == "gptq"
+        config = quantization if is_gptq else self._compressed_config(quantization)
+        num_bits = config.get("bits" if is_gptq else "num_bits")
+        if num_bits != 4:
+            self._refuse_config(f"{num_bits} bits", "4 bits", "choose a 4-bit checkpoint")
+        self.group_size = config.get("group_size")  # None or -1: one group a row
+        self.gptq_format: str | None = None
+        self.symmetric = config.get("sym" if is_gptq else "symmetric") is True
+        if is_gptq:
+            self.gptq_format = gptq_format or config.get("checkpoint_format") or "gptq"
+            self.label_is_given = gptq_format is not None
+            if self.gptq_format not in GPTQ_FORMATS:
+                given = f"checkpoint_format {self.gptq_format!r}"
+                self._refuse_config(given, ", ".join(GPTQ_FORMATS), "convert the checkpoint")
+        self.has_zero = is_gptq or not self.symmetric
+
+    def read(self, num_experts: int | None) -> dict[str, Any]:
+        """Tensors of `PackedExperts` by name; num_experts None counts the experts in the file."""
+        num_experts = self._count(num_experts)
+        first = self._name(0, "gate_proj", self.parts.weight)
+        rows, words = self.parts.shape(*self.files.expect(first, (torch.int32,), (None, None)))
+        w13 = self._stack("w13", num_experts, ("gate_proj", "up_proj"), rows, words * 8)
+        return w13 | self._stack("w2", num_experts, ("down_proj",), words * 8, rows)
+
+    def _stack(
+        self, key: str, num_experts: int, projections: tuple[str, ...], rows: int, columns: int
+    ) -> dict[str, torch.Tensor | None]:
+        """Weight, scale, zero points and bias of projections one below the other: [E, P * rows, ...]."""
+        linears = [
+            (expert, slice(place * rows, (place + 1) * rows), self._name(expert, projection, ""))
+            for expert in range(num_experts)
+            for place, projection in enumerate(projections)
+        ]
+        first = linears[0][2]
+        num_groups = self._num_groups(first + self.parts.scale, rows, columns)
+        scale_dtype = self.files.entry(first + self.parts.scale).dtype
+        bias_dtype = self.files.entry(first + "bias").dtype if first + "bias" in self.files else None
+        for _, _, name in linears:  # all headers before any data
+            self._check(name, rows, columns, num_groups, scale_dtype, bias_dtype)
+        lead = (num_experts, len(projections) * rows)
+        weight = torch.empty(*lead, columns // 2, dtype=torch.uint8)
+        scale = torch.empty(*lead, num_groups, dtype=scale_dtype)
+        zero = torch.empty(*lead, num_groups, dtype=torch.uint8) if self.has_zero else None
+        bias = torch.empty(lead, dtype=bias_dtype) if bias_dtype is not None else None
+        for expert, at, name in linears:
+            self._copy(name + self.parts.weight, weight[expert, at].view(torch.int32))
+            self._copy(name + self.parts.scale, scale[expert, at])
+            if zero is not None:
+                zero[expert, at] = self._zero(name + self.parts.zero)[:rows]
+            if bias is not None:
+                self.files.read_into(name + "bias", bias[expert, at])
+        if zero is not None and self.gptq_format is not None:
+            zero = self._check_gptq_zero(first + self.parts.zero, zero)
+        return {key: weight, f"{key}_scale": scale, f"{key}_zero": zero, f"{key}_bias": bias}
+
+    def _name(self, expert: int, projection: str, part: str) -> str:
+        return f"{self.prefix}.{expert}.{projection}.{part}"
+
+    def _count(self, num_experts: int | None) -> int:
+        pattern = re.compile(re.escape(self.prefix) + r"\.(\d+)\.")
+        found = {int(match[1]) for match in map(pattern.match, self.files.names()) if match}
+        if num_experts is None:
+            num_experts = max(found, default=0) + 1
+        if found and max(found) >= num_experts:
+            name = self._name(max(found), "gate_proj", self.parts.weight)
+            self.files.refuse(
+                name, f"expert {max(found)}", f"{num_experts} experts (config.json)", "check the file"
+            )
+        return num_experts
+
+    def _num_groups(self, name: str, rows: int, columns: int) -> int:
+        """Groups of a row, from the scale's shape; they must be what the metadata declares."""
+        shape = self.files.expect(name, int4.SCALE_DTYPES, (None, None))
+        num_groups = self.parts.shape(*shape)[1]
+        declared = columns if self.group_size in (None, -1) else self.group_size
+        given = f"scale of shape {list(shape)} for K={columns}"
+        allowed = f"group_size {declared} (config.json)"
+        try:
+            size = int4.group_size(columns, num_groups)
+        except CallError as error:
+            allowed = f"{error.allowed}, {allowed}"
+            size = None
+        if size != declared:
+            self.files.refuse(name, given, allowed, "one of the two is of another checkpoint")
+        return num_groups
+
+    def _check(
+        self,
+        name: str,
+        rows: int,
+        columns: int,
+        num_groups: int,
+        scale_dtype: torch.dtype | None,
+        bias_dtype: torch.dtype | None,
+    ) -> None:
+        """Check the headers of one linear layer, and the two small tensors that say how to read it."""
+        files, parts = self.files, self.parts
+        assert scale_dtype is not None
+        files.expect(name + parts.weight, (torch.int32,), parts.shape(rows, columns // 8))
+        files.expect(name + parts.scale, (scale_dtype,), parts.shape(rows, num_groups))
+        if self.has_zero:
+            words = -(-rows // 8)
+            files.expect(name + parts.zero, (torch.int32,), parts.shape(words, num_groups))
+        elif name + parts.zero in files:
+            given = "zero points in a symmetric checkpoint"
+            files.refuse(name + parts.zero, given, "none with symmetric=true", "check config.json")
+        if bias_dtype is not None:
+            files.expect(name + "bias", _BIAS_DTYPES, (rows,))
+            files.expect(name + "bias", (bias_dtype,), (rows,))
+        if name + "weight_shape" in files:
+            shape = files.tensor(name + "weight_shape").tolist()
+            if shape != [rows, columns]:
+                files.refuse(
+                    name + "weight_shape", f"{shape}", f"{[rows, columns]}", "rows must not be padded"
+                )
+        if name + parts.group_index in files:
+            files.expect(name + parts.group_index, (torch.int32, torch.int64), (columns,))
+            index = files.tensor(name + parts.group_index)
+            if not torch.equal(index.long(), torch.arange(columns) // (columns // num_groups)):
+                allowed = "inputs in the order of their groups"
+                advice = "quantise without activation order (desc_act, actorder)"
+                files.refuse(name + parts.group_index, "inputs in another order", allowed, advice)
+
+    def _copy(self, name: str, out: torch.Tensor) -> None:
+        if self.parts.inputs_first:
+            out.copy_(self.files.tensor(name).t())
+        else:
+            self.files.read_into(name, out)
+
+    def _zero(self, name: str) -> torch.Tensor:
+        """Zero points of one linear layer, uint8 [rows, groups] (rows rounded up to whole words)."""
+        words = self.files.tensor(name)
+        stored = unpack_nibbles(words if self.parts.inputs_first else words.t()).t()
+        if self.gptq_format is None:
+            return stored
+        # A writer of version 1 stores (zero - 1) in four bits: 15 stands for 0.
+        return (stored + GPTQ_FORMATS[self.gptq_format]) & 15
+
+    def _check_gptq_zero(self, name: str, zero: torch.Tensor) -> torch.Tensor | None:
+        """None where every zero is 8. The label is refused when the data speaks for the other version.
+
+        A writer of symmetric weights means 8 throughout. Read with the wrong version that is 9 or 7 throughout.
+        """
+        lowest, highest = (int(value) for value in zero.aminmax())
+        mislabelled = lowest == highest and lowest == (9 if self.gptq_format == "gptq" else 7)
+        if not self.label_is_given and (mislabelled or (self.symmetric and (lowest, highest) != (8, 8))):
+            given = f"zero points {lowest} to {highest} when read as {self.gptq_format!r}"
+            allowed = "8 with sym=true" if self.symmetric else "zero points that agree with checkpoint_format"
+            other = next(label for label in GPTQ_FORMATS if label != self.gptq_format)
+            advice = f"the label looks wrong; pass gptq_format={other!r} or {self.gptq_format!r} to decide"
+            self.files.refuse(name, given, allowed, advice)
+        return None if (lowest, highest) == (8, 8) else zero
+
+    def _compressed_config(self, quantization: dict[str, Any]) -> dict[str, Any]:
+        """The `weights` arguments that compressed-tensors metadata gives to the experts of this layer."""
+        module = self._name(0, "gate_proj", "").removesuffix(".")
+        scheme: dict[str, Any] = quantization
+        groups = quantization.get("config_groups")
+        if isinstance(groups, dict):
+            by_name = [group for group in groups.values() if _targets(group, module)]
+            by_class = [group for group in groups.values() if "Linear" in (group.get("targets") or ())]
+            matching = by_name or by_class
+            if len(matching) != 1:
+                given = f"{len(matching)} config_groups for {module}"
+                self._refuse_config(given, "one", "check quantization_config")
+            scheme = matching[0]
+        packing = scheme.get("format") or quantization.get("format")
+        if packing != "pack-quantized":
+            self._refuse_config(f"format {packing!r}", "'pack-quantized'", "convert the checkpoint")
+        weights = scheme.get("weights") or scheme
+        size = weights.get("group_size")
+        kind = weights.get("type", "int")
+        strategy = weights.get("strategy", "channel" if size in (None, -1) else "group")
+        if kind != "int" or strategy not in ("group", "channel"):
+            given = f"type {kind!r}, strategy {strategy!r}"
+            self._refuse_config(given, "type 'int', strategy 'group' or 'channel'", "convert the checkpoint")
+        # A missing `symmetric` means symmetric.
+        symmetric = weights.get("symmetric") is not False
+        return {**weights, "symmetric": symmetric, "group_size": size if strategy == "group" else None}
+
+    def _refuse_config(self, given: str, allowed: str, advice: str) -> NoReturn:
+        what = f"{self.files.directory / 'config.json'}: quantization_config"
+        raise CheckpointError(what, given, allowed, advice)
+
+
+def _targets(group: dict[str, Any], module: str) -> bool:
+    """Whether a config group names this module, exactly or by a regular expression."""
+    return any(
+        re.match(target[3:], module) if target.startswith("re:") else target == module
+        for target in group.get("targets") or ()
+    )
