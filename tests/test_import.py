@@ -55,3 +55,14 @@ def test_no_device_is_opened(imported: dict[str, Any]) -> None:
 def test_import_takes_less_than_300_ms_beyond_torch(imported: dict[str, Any]) -> None:
     print(f"import mxk_compile after torch: {imported['cpu_s'] * 1e3:.0f} ms of CPU time")
     assert imported["cpu_s"] < 0.3
+
+
+def test_public_names_are_what_they_say() -> None:
+    # In its own process and after the submodules, whose names must not replace the functions.
+    script = (
+        "import mxk_compile.backend, mxk_compile.settings, mxk_compile.explain, mxk_compile as m; "
+        "print([name for name in m.__all__ if name != 'load' and not hasattr(m, name)], "
+        "callable(m.explain), callable(m.explain), isinstance(m.settings, m.Settings))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == "[] True True True\n"
