@@ -11,8 +11,8 @@ for _name in [name for name in os.environ if name.startswith("MXK_")]:
     del os.environ[_name]
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

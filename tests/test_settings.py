@@ -66,9 +66,13 @@ def test_options_take_python_values() -> None:
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(SettingsError, match="^MXK_MAX_TOKEN: '8'; allowed: .*MXK_MAX_TOKENS.*; correct the name"):
+    with pytest.raises(
+        SettingsError, match=r"^MXK_MAX_TOKEN: '8'; allowed: .*MXK_MAX_TOKENS.*; correct the name"
+    ):
         from_environment({"MXK_MAX_TOKEN": "8"})
-    with pytest.raises(SettingsError, match="^mxk option: 'max_token'; allowed: .*max_tokens.*; correct the name"):
+    with pytest.raises(
+        SettingsError, match=r"^mxk option: 'max_token'; allowed: .*max_tokens.*; correct the name"
+    ):
         Settings().replace(max_token=8)
 
 
@@ -83,10 +87,12 @@ def test_settings_are_frozen() -> None:
 
 def test_identity_holds_what_changes_a_graph() -> None:
     assert Settings().identity() == Settings(dump_dir="graphs").identity()
-    others = {Settings(max_tokens=8).identity(), Settings(max_tokens=None).identity(), Settings(cpu_isa="avx2").identity()}
-    assert len(others | {Settings().identity()}) == 4
+    different = (Settings(), Settings(max_tokens=8), Settings(max_tokens=None), Settings(cpu_isa="avx2"))
+    assert len({settings.identity() for settings in different}) == 4
     covered = {"max_tokens", "cpu_isa", "dump_dir"}
-    assert {field.name for field in dataclasses.fields(Settings)} == covered, "decide whether the new one is part of it"
+    assert {field.name for field in dataclasses.fields(Settings)} == covered, (
+        "decide whether the new one is part of it"
+    )
 
 
 def test_wrong_environment_stops_the_import_with_the_reason() -> None:
