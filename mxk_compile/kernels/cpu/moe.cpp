@@ -1,0 +1,458 @@
+// The schedule of one mxk::moe call, the same for every instruction set.
+//
+//   routes of a slab of tokens, counting sort by local expert
+//   1. tokens -> digits                                                    | claimed by token
+//   2. per (expert, 16 gate rows + 16 up rows): two tiles, activation -> fp32 h   | claimed in blocks of row tiles
+//   3. h rows -> digits, in place                                          | claimed by route
+//   4. per 16 output rows: a tile per expert, then the weighted fp32 sum of each token in slot order -> bf16
+//
+// Work is cut along output rows and claimed dynamically, so threads finish together for any routing. Every output
+// element is computed by one thread from start to end, and tiles do not depend on their neighbours: results are equal
+// bit by bit for any number of threads. A slab bounds the scratch whatever T is.
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#include "threads.h"
+#include "tile.h"
+
+namespace {
+
+constexpr int64_t kSlabRoutes = 4096;
+
+// IEEE arithmetic whatever the caller's flush-to-zero state.
+class IeeeMode {
+#if defined(__SSE2__)
+ public:
+  IeeeMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~IeeeMode() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+ public:
+  IeeeMode() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" ::"r"(uint64_t(0)));
+  }
+  ~IeeeMode() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#endif
+};
+
+// One block of memory per calling thread, kept between calls: decode calls would spend their time in mmap otherwise.
+class Arena {
+ public:
+  ~Arena() { std::free(base_); }
+  bool reserve(size_t bytes) {
+    if (bytes > size_) {
+      std::free(base_);
+      size_ = 0;
+      base_ = static_cast<char*>(std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096));
+      if (base_) size_ = bytes;
+    }
+    used_ = 0;
+    return base_ != nullptr;
+  }
+  template <class T>
+  T* take(int64_t count) {
+    T* result = reinterpret_cast<T*>(base_ + used_);
+    used_ += bytes_for<T>(count);
+    return result;
+  }
+  template <class T>
+  static size_t bytes_for(int64_t count) { return (size_t(count) * sizeof(T) + 127) / 64 * 64; }
+  int64_t size() const { return int64_t(size_); }
+
+ private:
+  char* base_ = nullptr;
+  size_t size_ = 0, used_ = 0;
+};
+
+thread_local Arena arena;
+std::atomic<const Isa*> selected{nullptr};
+
+const uint8_t* bytes(const void* p) { return static_cast<const uint8_t*>(p); }
+
+template <class T>
+T read(const void* base, int64_t offset) {
+  T value;
+  std::memcpy(&value, bytes(base) + offset, sizeof value);
+  return value;
+}
+
+// Local expert of an id, or -1; compared in 64 bits and without overflow.
+int64_t local_expert(const MxkMoe& c, int64_t t, int64_t slot) {
+  const int64_t at = t * c.ids_line + slot * c.ids_step;
+  int64_t id = 0;
+  switch (c.ids_dtype) {
+    case MXK_U8: id = read<uint8_t>(c.ids, at); break;
+    case MXK_I8: id = read<int8_t>(c.ids, at); break;
+    case MXK_I16: id = read<int16_t>(c.ids, at); break;
+    case MXK_U16: id = read<uint16_t>(c.ids, at); break;
+    case MXK_I32: id = read<int32_t>(c.ids, at); break;
+    case MXK_U32: id = read<uint32_t>(c.ids, at); break;
+    case MXK_U64:
+      if (read<uint64_t>(c.ids, at) > uint64_t(INT64_MAX)) return -1;
+      [[fallthrough]];
+    default: id = read<int64_t>(c.ids, at);
+  }
+  // As unsigned differences: no sum that could wrap.
+  const uint64_t distance = uint64_t(id) - uint64_t(c.experts_min);
+  return id >= c.experts_min && distance < uint64_t(c.experts) ? int64_t(distance) : -1;
+}
+
+float half_to_float(uint16_t half) {
+  const int exponent = half >> 10 & 31, fraction = half & 1023;
+  const float magnitude = exponent == 31 ? (fraction ? NAN : INFINITY)
+                          : std::ldexp(float(exponent ? fraction + 1024 : fraction), (exponent ? exponent : 1) - 25);
+  return half & 0x8000 ? -magnitude : magnitude;
+}
+
+float router_weight(const MxkMoe& c, int64_t t, int64_t slot) {
+  const int64_t at = t * c.weights_line + slot * c.weights_step;
+  switch (c.weights_dtype) {
+    case MXK_BF16: {
+      const uint32_t bits = uint32_t(read<uint16_t>(c.weights, at)) << 16;
+      return read<float>(&bits, 0);
+    }
+    case MXK_F16: return half_to_float(read<uint16_t>(c.weights, at));
+    case MXK_F64: return float(read<double>(c.weights, at));
+    default: return read<float>(c.weights, at);
+  }
+}
+
+uint16_t round_bf16(float value) {
+  const uint32_t bits = read<uint32_t>(&value, 0);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+const uint8_t* expert_base(const MxkMoe& c, const void* base, int64_t stride, int64_t index) {
+  if (base == nullptr) return nullptr;
+  return c.lists ? bytes(static_cast<const void* const*>(base)[index]) : bytes(base) + index * stride;
+}
+
+enum Role { kGate, kUp, kDown };
+
+// Rows [row, row + rows) of one expert's gate, up or down projection.
+Tile make_tile(const MxkMoe& c, Role role, int64_t expert, int64_t row, int rows) {
+  const MxkProjection& p = role == kDown ? c.w2 : c.w13;
+  int64_t index = expert, first = row, step = 1;
+  if (role != kDown) {
+    if (c.row_order == MXK_SEPARATE) index = role == kUp ? expert + c.experts : expert;
+    if (c.row_order == MXK_INTERLEAVED) first = 2 * row + (role == kUp), step = 2;
+    if (c.row_order == MXK_GATE_UP) first += role == kUp ? c.intermediate : 0;
+    if (c.row_order == MXK_UP_GATE) first += role == kGate ? c.intermediate : 0;
+  }
+  Tile tile = {};
+  tile.weight = expert_base(c, p.weight, p.weight_expert, index);
+  tile.scale = expert_base(c, p.scale, p.scale_expert, index);
+  tile.zero = expert_base(c, p.zero, p.zero_expert, index);
+  tile.bias = expert_base(c, p.bias, p.bias_expert, index);
+  tile.weight_step = p.weight_line, tile.scale_step = p.scale_line, tile.zero_step = p.zero_line;
+  tile.bias_step = (p.bias_dtype == MXK_BF16 ? 2 : 4);
+  if (tile.bias) tile.bias += first * tile.bias_step, tile.bias_step *= step;
+  if (c.output_packed) {
+    tile.column0 = first, tile.column_step = step;
+  } else {
+    tile.weight += first * p.weight_line, tile.scale += first * p.scale_line;
+    if (tile.zero) tile.zero += first * p.zero_line;
+    tile.weight_step *= step, tile.scale_step *= step, tile.zero_step *= step;
+  }
+  tile.scale_dtype = p.scale_dtype, tile.zero_dtype = p.zero_dtype, tile.bias_dtype = p.bias_dtype;
+  tile.format = c.format;
+  tile.columns = role == kDown ? c.intermediate : c.hidden;
+  tile.group = p.group;
+  tile.transposed = c.output_packed;
+  tile.rows = rows;
+  return tile;
+}
+
+// Lets `tile` fetch what `next` will read. Interleaved rows share their span with the other half of the pair: gate
+// takes the first half of it, up the second.
+void look_ahead(Tile& tile, const Tile& next, bool interleaved, Role role) {
+  if (next.transposed) return;
+  const uint8_t* bases[2] = {next.weight, next.scale};
+  const int64_t steps[2] = {next.weight_step, next.scale_step};
+  for (int i = 0; i < 2; ++i) {
+    const int64_t span = next.rows * steps[i];
+    tile.ahead[i] = bases[i] + (interleaved && role == kUp ? span / 2 - steps[i] / 2 : 0);
+    tile.ahead_bytes[i] = interleaved ? span / 2 : span;
+  }
+}
+
+struct ThreadScratch {
+  TileScratch tile;
+  float (*gate)[16];
+  float (*up)[16];
+  float (*partial)[16];  // [routes of the slab][16]
+};
+
+struct Slab {
+  const MxkMoe* call;
+  const Isa* isa;
+  int64_t first, tokens, routes, active, block, threads;
+  int64_t* position;  // [tokens * k]: place in expert order, or -1
+  float* weight;      // [tokens * k]
+  int64_t* start;     // [experts + 1]
+  int64_t* experts;   // [active]
+  int64_t* token;     // [routes], expert order
+  Vector* x;          // [tokens]
+  Vector* h;          // [routes]
+  const Vector** x_of;  // [routes]
+  const Vector** h_of;  // [routes]
+  float** h_row;      // [routes]
+  char* x_memory;
+  char* h_memory;     // [routes] rows of vector_bytes(I): h, then its records
+  ThreadScratch* scratch;
+  std::atomic<int64_t> claimed[4];
+};
+
+void sort_routes(Slab& s) {
+  const MxkMoe& c = *s.call;
+  std::memset(s.start, 0, size_t(c.experts + 1) * sizeof *s.start);
+  for (int64_t t = 0; t < s.tokens; ++t)
+    for (int64_t slot = 0; slot < c.top_k; ++slot) {
+      const int64_t expert = local_expert(c, s.first + t, slot);
+      s.position[t * c.top_k + slot] = expert;
+      if (expert >= 0) ++s.start[expert + 1];
+    }
+  s.active = 0;
+  for (int64_t e = 0; e < c.experts; ++e) {
+    if (s.start[e + 1]) s.experts[s.active++] = e;
+    s.start[e + 1] += s.start[e];
+  }
+  s.routes = s.start[c.experts];
+  for (int64_t i = s.tokens * c.top_k; i--;) {  // from the end: start[e + 1] counts down to start[e]
+    const int64_t expert = s.position[i];
+    if (expert < 0) continue;
+    s.position[i] = --s.start[expert + 1];
+    s.token[s.position[i]] = i / c.top_k;
+    s.weight[i] = router_weight(c, s.first + i / c.top_k, i % c.top_k);
+  }
+  for (int64_t e = 0; e < c.experts; ++e) s.start[e] = s.start[e + 1];
+  s.start[c.experts] = s.routes;
+}
+
+void prepare_tokens(Slab& s) {
+  const MxkMoe& c = *s.call;
+  const Coding coding = coding_of(c.format, c.w13.zero != nullptr);
+  const int64_t size = vector_bytes(c.hidden);
+  for (int64_t t; (t = s.claimed[0].fetch_add(1)) < s.tokens;) {
+    bool local = false;
+    for (int64_t slot = 0; slot < c.top_k; ++slot) local |= s.position[t * c.top_k + slot] >= 0;
+    if (!local) continue;
+    const uint8_t* row = bytes(c.x) + (s.first + t) * c.x_line;
+    s.isa->prepare(row, false, c.hidden, coding, s.x_memory + t * size, &s.x[t]);
+  }
+}
+
+void gate_up(Slab& s, const ThreadScratch& scratch) {
+  const MxkMoe& c = *s.call;
+  const Activation activation = {c.activation, float(c.alpha), float(c.limit)};
+  const int64_t tiles = (c.intermediate + kTileRows - 1) / kTileRows, blocks = (tiles + s.block - 1) / s.block;
+  const bool interleaved = c.row_order == MXK_INTERLEAVED;
+  struct Step {
+    int64_t expert, tile, end;
+    Tile gate, up;
+  };
+  const auto load = [&](Step& step) {
+    const int rows = int(step.tile * kTileRows + kTileRows <= c.intermediate ? kTileRows : c.intermediate - step.tile * kTileRows);
+    step.gate = make_tile(c, kGate, step.expert, step.tile * kTileRows, rows);
+    step.up = make_tile(c, kUp, step.expert, step.tile * kTileRows, rows);
+  };
+  const auto claim = [&](Step& step) {
+    const int64_t item = s.claimed[1].fetch_add(1);
+    if (item >= s.active * blocks) return false;
+    step.expert = s.experts[item / blocks];
+    step.tile = item % blocks * s.block;
+    step.end = step.tile + s.block < tiles ? step.tile + s.block : tiles;
+    load(step);
+    return true;
+  };
+  Step step, next;
+  bool more = claim(step);
+  while (more) {
+    next = step;
+    if (++next.tile < next.end)
+      load(next);
+    else
+      more = claim(next);
+    if (more) {
+      look_ahead(step.gate, next.gate, interleaved, kGate);
+      look_ahead(step.up, next.up, interleaved, kUp);
+    }
+    const int64_t end = s.start[step.expert + 1];
+    for (int64_t r = s.start[step.expert]; r < end; r += kTileTokens) {
+      const int count = int(end - r < kTileTokens ? end - r : kTileTokens);
+      s.isa->tile(step.gate, s.x_of + r, count, scratch.tile, scratch.gate);
+      s.isa->tile(step.up, s.x_of + r, count, scratch.tile, scratch.up);
+      float* rows[kTileTokens];
+      for (int t = 0; t < count; ++t) rows[t] = s.h_row[r + t] + step.tile * kTileRows;
+      s.isa->activate(activation, scratch.gate, scratch.up, count, step.gate.rows, rows);
+      step.gate.ahead_bytes[0] = step.gate.ahead_bytes[1] = step.up.ahead_bytes[0] = step.up.ahead_bytes[1] = 0;
+    }
+    step = next;
+  }
+}
+
+void prepare_intermediate(Slab& s) {
+  const MxkMoe& c = *s.call;
+  const Coding coding = coding_of(c.format, c.w2.zero != nullptr);
+  for (int64_t r; (r = s.claimed[2].fetch_add(1)) < s.routes;)
+    s.isa->prepare(s.h_row[r], true, c.intermediate, coding, s.h_row[r], &s.h[r]);
+}
+
+void combine(const Slab& s, const float (*partial)[16], int64_t row, int rows) {
+  const MxkMoe& c = *s.call;
+  uint16_t* out = static_cast<uint16_t*>(c.out);
+  for (int64_t t = 0; t < s.tokens; ++t) {
+    float sum[16] = {};
+    for (int64_t slot = 0; slot < c.top_k; ++slot) {
+      const int64_t i = t * c.top_k + slot, place = s.position[i];
+      if (c.per_route) std::memset(sum, 0, sizeof sum);
+      if (place >= 0)
+        for (int r = 0; r < 16; ++r) sum[r] += partial[place][r] * s.weight[i];
+      if (c.per_route) {
+        uint16_t* to = out + ((s.first + t) * c.top_k + slot) * c.hidden + row;
+        for (int r = 0; r < rows; ++r) to[r] = round_bf16(sum[r]);
+      }
+    }
+    if (!c.per_route) {
+      uint16_t* to = out + (s.first + t) * c.hidden + row;
+      for (int r = 0; r < rows; ++r) to[r] = round_bf16(sum[r]);
+    }
+  }
+}
+
+void down(Slab& s, const ThreadScratch& scratch) {
+  const MxkMoe& c = *s.call;
+  const int64_t tiles = (c.hidden + kTileRows - 1) / kTileRows;
+  const auto load = [&](int64_t tile, int64_t expert) {
+    const int64_t row = tile * kTileRows;
+    return make_tile(c, kDown, s.experts[expert], row, int(row + kTileRows <= c.hidden ? kTileRows : c.hidden - row));
+  };
+  int64_t item = s.claimed[3].fetch_add(1);
+  while (item < tiles) {
+    const int64_t next_item = s.claimed[3].fetch_add(1);
+    for (int64_t a = 0; a < s.active; ++a) {
+      Tile tile = load(item, a);
+      if (a + 1 < s.active)
+        look_ahead(tile, load(item, a + 1), false, kDown);
+      else if (next_item < tiles)
+        look_ahead(tile, load(next_item, 0), false, kDown);
+      const int64_t end = s.start[s.experts[a] + 1];
+      for (int64_t r = s.start[s.experts[a]]; r < end; r += kTileTokens) {
+        s.isa->tile(tile, s.h_of + r, int(end - r < kTileTokens ? end - r : kTileTokens), scratch.tile, scratch.partial + r);
+        tile.ahead_bytes[0] = tile.ahead_bytes[1] = 0;
+      }
+    }
+    const int64_t row = item * kTileRows;
+    combine(s, scratch.partial, row, int(row + kTileRows <= c.hidden ? kTileRows : c.hidden - row));
+    item = next_item;
+  }
+}
+
+void thread_body(void* data, int thread) {
+  Slab& s = *static_cast<Slab*>(data);
+  const IeeeMode ieee;
+  const ThreadScratch& scratch = s.scratch[thread];
+  prepare_tokens(s);
+  thread_barrier();
+  gate_up(s, scratch);
+  thread_barrier();
+  prepare_intermediate(s);
+  thread_barrier();
+  down(s, scratch);
+}
+
+// Lays the slab out in the arena.
+bool lay_out(Slab& s, int64_t tokens) {
+  const MxkMoe& c = *s.call;
+  const int64_t routes = tokens * c.top_k, widest = c.hidden > c.intermediate ? c.hidden : c.intermediate;
+  const int64_t groups = groups_of(widest);
+  const int64_t x_bytes = vector_bytes(c.hidden), h_bytes = vector_bytes(c.intermediate);
+  const size_t per_thread = 2 * Arena::bytes_for<float>(kTileTokens * 16) + Arena::bytes_for<float>(routes * 16) +
+                            Arena::bytes_for<float>(groups * 32) + Arena::bytes_for<float>(groups * 32);
+  const size_t shared = 2 * Arena::bytes_for<int64_t>(routes) + Arena::bytes_for<float>(routes) +
+                        2 * Arena::bytes_for<int64_t>(c.experts + 1) + Arena::bytes_for<Vector>(tokens) +
+                        Arena::bytes_for<Vector>(routes) + 3 * Arena::bytes_for<void*>(routes) +
+                        Arena::bytes_for<char>(tokens * x_bytes) + Arena::bytes_for<char>(routes * h_bytes) +
+                        Arena::bytes_for<ThreadScratch>(s.threads);
+  if (!arena.reserve(shared + size_t(s.threads) * per_thread)) return false;
+  s.position = arena.take<int64_t>(routes), s.token = arena.take<int64_t>(routes);
+  s.weight = arena.take<float>(routes);
+  s.start = arena.take<int64_t>(c.experts + 1), s.experts = arena.take<int64_t>(c.experts + 1);
+  s.x = arena.take<Vector>(tokens), s.h = arena.take<Vector>(routes);
+  s.x_of = arena.take<const Vector*>(routes), s.h_of = arena.take<const Vector*>(routes);
+  s.h_row = arena.take<float*>(routes);
+  s.x_memory = arena.take<char>(tokens * x_bytes), s.h_memory = arena.take<char>(routes * h_bytes);
+  s.scratch = arena.take<ThreadScratch>(s.threads);
+  for (int64_t t = 0; t < s.threads; ++t) {
+    ThreadScratch& scratch = s.scratch[t];
+    scratch.gate = reinterpret_cast<float(*)[16]>(arena.take<float>(kTileTokens * 16));
+    scratch.up = reinterpret_cast<float(*)[16]>(arena.take<float>(kTileTokens * 16));
+    scratch.partial = reinterpret_cast<float(*)[16]>(arena.take<float>(routes * 16));
+    scratch.tile.scales = arena.take<float>(groups * 32), scratch.tile.row = arena.take<float>(groups * 32);
+  }
+  for (int64_t r = 0; r < routes; ++r) s.h_of[r] = &s.h[r], s.h_row[r] = reinterpret_cast<float*>(s.h_memory + r * h_bytes);
+  return true;
+}
+
+const Isa* best() {
+  const Isa* isa = isa_avx512();
+  return isa ? isa : isa_portable();
+}
+
+}  // namespace
+
+int64_t mxk_cpu_abi() { return int64_t(sizeof(MxkMoe)); }
+
+int mxk_cpu_select(const char* name) {
+  const Isa* isa = std::strcmp(name, "auto") == 0 ? best() : nullptr;
+  for (const Isa* known : {isa_portable(), isa_avx512()})
+    if (known && std::strcmp(name, known->name) == 0) isa = known;
+  if (isa == nullptr) return 1;
+  selected = isa;
+  return 0;
+}
+
+const char* mxk_cpu_isa() {
+  const Isa* isa = selected;
+  return (isa ? isa : best())->name;
+}
+
+const char* mxk_cpu_threads() { return thread_runtime(); }
+
+int64_t mxk_cpu_scratch_bytes() { return arena.size(); }
+
+int mxk_cpu_moe(const MxkMoe* call) {
+  const MxkMoe& c = *call;
+  if (c.tokens == 0 || c.hidden == 0) return 0;
+  const Isa* isa = selected;
+  if (isa == nullptr) isa = best();
+  const int64_t top_k = c.top_k > 0 ? c.top_k : 1;
+  const int64_t slab_tokens = kSlabRoutes / top_k > 0 ? kSlabRoutes / top_k : 1;
+  for (int64_t first = 0; first < c.tokens; first += slab_tokens) {
+    Slab s = {};
+    s.call = call, s.isa = isa, s.first = first;
+    s.tokens = c.tokens - first < slab_tokens ? c.tokens - first : slab_tokens;
+    s.threads = c.threads > 1 ? c.threads : 1;
+    if (!lay_out(s, s.tokens)) return 1;
+    sort_routes(s);
+    for (int64_t r = 0; r < s.routes; ++r) s.x_of[r] = &s.x[s.token[r]];
+    const int64_t tiles = (c.intermediate + kTileRows - 1) / kTileRows * (s.active ? s.active : 1);
+    s.block = tiles / (s.threads * 16);
+    s.block = s.block < 1 ? 1 : s.block > 8 ? 8 : s.block;
+    run_threads(int(s.threads), thread_body, &s);
+  }
+  return 0;
+}

@@ -1,0 +1,96 @@
+// What the scheduler (moe.cpp) asks of an instruction set: prepare vectors, multiply one tile, activate.
+//
+// Activations are held as block fixed point: every 32 values of a vector share a power of two and become integers of
+// 2 (16 bit) or 3 (23 bit) signed base-256 digits, so that byte dot products multiply them with the weight codes
+// exactly, in int32. A vector takes 3 digits when 2 would leave more than 2^-13 of its norm behind; vectors that hold
+// inf, NaN, or a largest magnitude outside 2^+-90 take 0 digits: plain fp32 arithmetic (exact.h), as do weight rows
+// with scales that need IEEE special cases. The intermediate is kept in fp32 until it becomes digits: a rounding to
+// bf16 would alone cost as much accuracy (1.7e-3) as the one that the result cannot avoid.
+// A result depends on its token and row only, never on T, routing or threads.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "abi.h"
+
+constexpr int kTileRows = 16;    // output rows of a tile: the int32 lanes of a 512-bit register
+constexpr int kGroup = 32;       // values that share an activation exponent; the unit of all scales
+constexpr int kTileTokens = 128;  // tokens of one tile call: 2 x 8 KiB of accumulators stay in the first cache
+
+struct GroupMeta {
+  float scale;         // value of one unit of the integers
+  int32_t correction;  // minus the sum of the group's integers, times the offset of the weight codes
+};
+
+// A prepared vector: for each group of 32 a record of its digits, most significant first, [digits][32], then GroupMeta.
+// Each 8 values stand in the order 0 2 4 6 1 3 5 7, as the low and high nibbles of 4 packed bytes come.
+struct Vector {
+  const void* raw;  // the values themselves: bf16, or fp32 if `wide`; fp32 values give way to their records
+  bool wide;
+  int num_digits;  // 0: use raw
+  const uint8_t* records;
+};
+
+inline int64_t groups_of(int64_t n) { return (n + kGroup - 1) / kGroup; }
+constexpr int64_t record_bytes(int digits) { return digits * kGroup + int64_t(sizeof(GroupMeta)); }
+// Memory of the records of n values, or of n fp32 values, whichever is more: an odd number of cache lines, so that
+// vectors do not share cache sets.
+inline int64_t vector_bytes(int64_t n) { return (groups_of(n) * kGroup * 4 + 63) / 64 * 64 | 64; }
+
+// How codes become unsigned bytes for the dot product: value = (byte - offset) * unit * scale, so that the offset needs
+// one correction per group. With zero points the byte is the code and the correction is multiplied by the zero point.
+struct Coding {
+  int32_t offset;
+  float unit;
+};
+inline Coding coding_of(int64_t format, bool zero_points) {
+  if (format == MXK_MXFP4) return {12, 0.5f};  // twice the E2M1 values, -12 .. 12
+  return {zero_points ? 1 : 8, 1.0f};
+}
+
+// Up to 16 output rows of one packed matrix. Not transposed: `weight` is the first row's line and *_step lead from row to
+// row. Transposed (pack_dim "output"): `weight`, `scale`, `zero` are line 0 of the matrix and *_step lead from line to
+// line; the tile's rows are the columns column0, column0 + column_step, ...
+struct Tile {
+  const uint8_t* weight;
+  const uint8_t* scale;
+  const uint8_t* zero;  // null: none
+  const uint8_t* bias;  // of the first row; null: none
+  int64_t weight_step, scale_step, zero_step, bias_step;  // bytes
+  int64_t scale_dtype, zero_dtype, bias_dtype;
+  int64_t format;
+  int64_t columns;  // values of a row: the reduced dimension
+  int64_t group;    // values that share a scale: a multiple of 32, or >= columns
+  int64_t column0, column_step;
+  bool transposed;
+  int rows;
+  // What the tile after this one will read: weights and scales.
+  const uint8_t* ahead[2];
+  int64_t ahead_bytes[2];
+};
+
+// Scratch of one thread.
+struct TileScratch {
+  float* scales;   // [groups][16], then zeros [groups][16]
+  float* row;      // one dequantised row
+};
+
+// Per call constants of the activation.
+struct Activation {
+  int64_t kind;
+  float alpha, limit;
+};
+
+struct Isa {
+  const char* name;
+  // Writes the records of n values (bf16, or fp32 if `wide`) to `memory`, which may be where they stand.
+  void (*prepare)(const void* raw, bool wide, int64_t n, const Coding& coding, void* memory, Vector* out);
+  // out[token][16] = vectors x rows + bias, count <= kTileTokens.
+  void (*tile)(const Tile& tile, const Vector* const* vectors, int count, const TileScratch& scratch, float (*out)[16]);
+  // h[token][0..rows) = activation(gate, up).
+  void (*activate)(const Activation&, const float (*gate)[16], const float (*up)[16], int count, int rows, float* const* h);
+};
+
+const Isa* isa_portable();
+const Isa* isa_avx512();  // null when this build or machine lacks it

@@ -1,0 +1,78 @@
+"""Builds the CPU kernel library: plain C++ with a C interface, no Python or torch headers, one unit per instruction set.
+
+The library is optional: where no C++ compiler works, the install still succeeds and the package runs its torch
+reference. CXX and CXXFLAGS are respected.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = Path("mxk_compile/kernels/cpu")
+LIBRARY = "libmxk_cpu.so"
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
+# vpermb and vpdpbusd: Ice Lake and later, Zen 4 and later.
+AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vbmi", "vnni")]
+# GCC 12 takes the undefined operands of its own intrinsics for mistakes.
+UNIT_FLAGS = {"isa_avx512.cpp": [*AVX512, "-mfma", "-mf16c", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]}
+
+
+def compiler() -> list[str]:
+    """The C++ compiler as a command; raises RuntimeError if there is none."""
+    if os.environ.get("CXX"):
+        return shlex.split(os.environ["CXX"])
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise RuntimeError("no C++ compiler: none of c++, g++, clang++ is on PATH")
+
+
+def build(target: Path, objects: Path, extra: list[str] | None = None) -> None:
+    """Compiles every unit into `objects` and links them to `target`."""
+    command = [*compiler(), *FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")), *(extra or [])]
+    objects.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    units = []
+    for source in sorted((Path(__file__).parent / SOURCES).glob("*.cpp")):
+        units.append(str(objects / source.with_suffix(".o").name))
+        unit_flags = UNIT_FLAGS.get(source.name, []) if x86 else []
+        subprocess.run([*command, *unit_flags, "-c", str(source), "-o", units[-1]], check=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    subprocess.run([*command, "-shared", *units, "-o", str(partial), "-ldl", "-lpthread"], check=True)
+    partial.replace(target)  # a process that has the old library open keeps it
+
+
+class BuildLibrary(build_ext):
+    """One shared library beside the Python files, named without a Python version: any interpreter loads it."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """The library's place in the package."""
+        return str(SOURCES / LIBRARY)
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compiles and links; a failure is a message, not an error."""
+        target = Path(self.get_ext_fullpath(ext.name))
+        try:
+            build(target, Path(self.build_temp) / "mxk_cpu")
+        except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+            target.unlink(missing_ok=True)
+            self.warn(f"the CPU kernels were not built ({error}); mxk_compile will run its torch reference on CPU")
+
+    def copy_extensions_to_source(self) -> None:
+        """For editable installs; nothing to copy where nothing was built."""
+        if Path(self.build_lib, SOURCES, LIBRARY).exists():
+            super().copy_extensions_to_source()
+
+
+if __name__ == "__main__":
+    extension = Extension("mxk_compile.kernels.cpu.libmxk_cpu", sources=[], optional=True)
+    setup(ext_modules=[extension], cmdclass={"build_ext": BuildLibrary})
