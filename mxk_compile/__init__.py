@@ -10,23 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from mxk_compile import kernels, meta, ops
 from mxk_compile.errors import MxkError
+from mxk_compile.explain import explain
 from mxk_compile.settings import Settings, settings
 from mxk_compile.version import __version__
 
 if TYPE_CHECKING:
-    from mxk_compile.explain import explain
     from mxk_compile.integrations.transformers import load
 
 __all__ = ["MxkError", "Settings", "__version__", "explain", "kernels", "load", "meta", "ops", "settings"]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: both pull in packages that a plain torch.compile user does not need to load.
-    if name == "explain":
-        from mxk_compile.explain import explain
-
-        return explain
-    if name == "load":
+    if name == "load":  # lazy: only this one needs transformers
         from mxk_compile.integrations.transformers import load
 
         return load

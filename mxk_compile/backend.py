@@ -128,7 +128,7 @@ def _compile_with_inductor(
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    unknown = [name for name in patches if name.replace("-", "_") not in config.get_config_copy()]
+    unknown = [name for name in patches if not hasattr(config, name)]
     if unknown:
         raise SettingsError(
             "option inner_options", repr(unknown[0]), "Inductor's config names", "correct the name"

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from mxk_compile.backend import compile_with
-from mxk_compile.passes import Report
 from mxk_compile.settings import Settings, settings
+
+if TYPE_CHECKING:
+    from mxk_compile.passes import Report
 
 
 def explain(
-    fn: Callable[..., Any],
-    *inputs: Any,
-    settings: Settings = settings,
-    dynamic: bool | None = None,
-    **kwargs: Any,
+    fn: Callable[..., Any], *inputs: Any, settings: Settings = settings, dynamic: bool = False, **kwargs: Any
 ) -> Report:
     """Compiles and runs `fn(*inputs, **kwargs)` once with the passes and an eager inner backend.
 
@@ -25,14 +20,20 @@ def explain(
         fn: a module or function.
         inputs, kwargs: its arguments; the call really runs.
         settings: as for the backend.
-        dynamic: as for `torch.compile`.
+        dynamic: as for `torch.compile`; the default describes the sizes of these inputs alone.
 
     Returns:
         Report: per MoE node the layer, sizes, token rule, and the kernel or the reason it stays stock; `print` it.
     """
+    # Here, not above: the package offers this function, and importing the package must not load the compiler.
+    import torch
+
+    from mxk_compile.backend import compile_with
+    from mxk_compile.passes import Report
+
     report = Report()
     backend = compile_with(lambda module, example_inputs: module.forward, settings, report)
-    # A backend of its own, so that nothing compiled before is reused and nothing stays behind for later calls.
+    # A backend of its own, so that nothing compiled before is reused; it must not count towards fn's own limit.
     with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
         torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs, **kwargs)
     return report
