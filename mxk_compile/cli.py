@@ -1,0 +1,133 @@
+"""The command `mxk`: demo, generate, explain. Errors are one line on stderr with exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import mxk_compile
+from mxk_compile.errors import CheckpointError, MxkError
+
+_PACKAGE_PARENT = Path(__file__).resolve().parent.parent
+SHIPPED_MODEL = _PACKAGE_PARENT / "examples" / "tiny-gptoss"
+"""The trained model of the repository; there in a checkout, not in an installed wheel."""
+_DEFAULT_PROMPT = "And it came to pass"
+_EXIT_ERROR, _EXIT_INTERRUPTED, _EXIT_PIPE = 2, 130, 141  # the latter two: 128 + signal, as shells report them
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong on one line, where argparse prints the usage first."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_EXIT_ERROR, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+        sys.stdout.flush()
+    except MxkError as error:
+        print(f"mxk: error: {error}", file=sys.stderr)
+        return _EXIT_ERROR
+    except KeyboardInterrupt:
+        return _EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader is gone (`mxk generate | head`); Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_PIPE
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="mxk", description="Fused 4-bit mixture-of-experts layers for torch.compile.")
+    parser.add_argument("--version", action="version", version=f"mxk {mxk_compile.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,generate,explain}")
+
+    demo = commands.add_parser("demo", help="generate with the stock op and with the mxk backend, and compare")
+    demo.add_argument("--model", type=Path, help="checkpoint directory (default: the small model of the repository)")
+    demo.add_argument("--prompt", default=_DEFAULT_PROMPT)
+    demo.add_argument("--new-tokens", type=_count, default=64, metavar="N")
+    demo.add_argument("--profile", action="store_true", help="also show where a decode step spends its time")
+    demo.set_defaults(run=_demo)
+
+    generate = commands.add_parser("generate", help="continue a prompt, greedily, token by token")
+    generate.add_argument("--model", type=Path, required=True, help="checkpoint directory")
+    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--max-new-tokens", type=_count, default=128, metavar="N")
+    generate.add_argument("--stock", action="store_true", help="without the mxk backend, not compiled")
+    generate.set_defaults(run=_generate)
+
+    explain = commands.add_parser("explain", help="show what becomes of each MoE layer")
+    explain.add_argument("model", type=Path, help="checkpoint directory")
+    explain.add_argument("--tokens", type=_counts, default=[1, 32, 64], metavar="T,...", help="default: 1,32,64")
+    explain.set_defaults(run=_explain)
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from mxk_compile.demo import run_demo
+
+    folder = options.model
+    if folder is None:
+        if not SHIPPED_MODEL.is_dir():
+            given = "the small model is not there"
+            raise CheckpointError(str(SHIPPED_MODEL), given, "a checkout of the repository", "or give one with --model")
+        folder = SHIPPED_MODEL
+    run_demo(folder, options.prompt, options.new_tokens, options.profile)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from mxk_compile import demo
+    from mxk_compile.integrations import transformers as models
+
+    model = models.load(options.model)
+    tokenizer = models.load_tokenizer(options.model)
+    prompt = demo.prompt_tokens(tokenizer, options.prompt)
+    forward = None if options.stock else demo.compiled(model, "mxk")
+    session = models.Session(model, len(prompt) + options.max_new_tokens, forward)
+    tokens = (token for token, _ in models.greedy(session, prompt, options.max_new_tokens, models.stop_tokens(model)))
+    for piece in _pieces(tokenizer, tokens):
+        print(piece, end="", flush=True)
+    print()
+
+
+def _pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
+    """Text as soon as it is complete: a character may be split over several tokens."""
+    pending: list[int] = []
+    for token in tokens:
+        pending.append(token)
+        text = tokenizer.decode(pending)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(pending) > 4:  # no character has more than 4 bytes
+            yield text
+            pending = []
+    if pending:
+        yield tokenizer.decode(pending)
+
+
+def _explain(options: argparse.Namespace) -> None:
+    from mxk_compile.demo import rewrite_table
+    from mxk_compile.integrations.transformers import load
+
+    model = load(options.model)
+    for num_tokens in options.tokens:
+        print(f"T = {num_tokens}", rewrite_table(model, num_tokens), "", sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,335 @@
+"""`mxk demo`: one model generated from twice, with the stock op and with the `mxk` backend, and what differs.
+
+Both runs go through torch.compile and the same inner compiler, so that the MoE calls are all that differs; the prompt
+runs eagerly on the stock op in both. Times are of decode steps, one token each, after warm-up.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxk_compile.explain import explain
+from mxk_compile.integrations import transformers as models
+from mxk_compile.ops import moe
+from mxk_compile.passes import Report
+
+HELD_OUT_FILE = "held_out.txt"
+"""Text that the model was not trained on, where its folder has some."""
+_OTHER_TEXT = (
+    "When the ferry had left, the harbour master counted the lamps along the pier and wrote the number in a small "
+    "book. Nobody had asked him to do so. In winter the count told him which of the keepers had gone home early, and "
+    "in summer it told him nothing at all, because the light was still on the water when he closed the cover. He kept "
+    "the books in order on a shelf above the stove, one for each year, and he was fond of saying that a harbour is "
+    "only a list of things which have so far come back."
+)
+"""Written for this file: held-out text for models without a text of their own."""
+_MAX_TEXT_TOKENS = 384
+_WARM_UP_TOKENS = 4
+
+
+@dataclasses.dataclass
+class Run:
+    """What one path generated: tokens, the logits [vocabulary] of each, and seconds of each decode step."""
+
+    name: str
+    tokens: list[int]
+    logits: list[Tensor]
+    step_seconds: list[float]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the median decode step."""
+        ordered = sorted(self.step_seconds)
+        return 1 / ordered[len(ordered) // 2] if ordered else float("nan")
+
+
+class ReferenceExperts(nn.Module):
+    """The experts of one layer in fp32 without any rounding, unpacked one at a time: the yardstick of parity."""
+
+    def __init__(self, experts: models.StockExperts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
+        """As `StockExperts.forward`."""
+        arguments, attributes = self.experts.fused_call()
+        return moe.reference(
+            hidden_states, router_indices, routing_weights, *arguments, **attributes, round_intermediate=False
+        )
+
+
+def reference_model(model: Any) -> Any:
+    """A copy of a loaded model that computes everything in fp32; packed experts are shared, not copied."""
+    shared = {id(module): module for module in models.stock_experts(model).values()}
+    reference = copy.deepcopy(model, dict(shared))
+    for name, experts in models.stock_experts(reference).items():
+        reference.get_submodule(name.rpartition(".")[0]).experts = nn.Identity()
+        shared[id(experts)] = experts
+    reference.float()
+    for name, experts in models.stock_experts(model).items():
+        reference.get_submodule(name.rpartition(".")[0]).experts = ReferenceExperts(experts)
+    return reference
+
+
+def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
+    """Ids of a prompt, after the token that begins a text where the tokenizer has one; at least one id."""
+    ids = list(tokenizer(prompt).input_ids)
+    begin = tokenizer.bos_token_id
+    if begin is not None and ids[:1] != [begin]:
+        ids.insert(0, begin)
+    if not ids:
+        raise models.CheckpointError("prompt", "no tokens", "at least one token", "give a longer prompt")
+    return ids
+
+
+def compiled(model: Any, backend: str) -> Callable[..., Any]:
+    """The model's decode step through backend "mxk", or "stock": the same inner compiler without the passes.
+
+    The inner compiler is Inductor, or aot_eager on a machine without the C++ compiler that Inductor needs.
+    """
+    inner = "inductor" if _has_compiler() else "aot_eager"
+    if backend == "stock":
+        return torch.compile(model, backend=inner)
+    return torch.compile(model, backend="mxk", options={"inner_backend": inner})
+
+
+def _has_compiler() -> bool:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except (InvalidCxxCompiler, OSError):
+        return False
+
+
+def run_demo(folder: Path, prompt: str, new_tokens: int, profile: bool, out: Any = None) -> None:
+    """Runs everything and prints it to `out` (stdout); raises MxkError for a folder that cannot be loaded."""
+
+    def say(*lines: object) -> None:
+        print(*lines, sep="\n", file=out or sys.stdout, flush=True)
+
+    started = time.perf_counter()
+    model = models.load(folder)
+    tokenizer = models.load_tokenizer(folder)
+    ids = prompt_tokens(tokenizer, prompt)
+    text_ids, text_name = held_out_tokens(folder, tokenizer)
+    length = max(len(ids) + new_tokens, len(text_ids))
+    config = model.config
+    say(
+        f"model      {folder}: {config.num_hidden_layers} layers, {config.num_local_experts} experts, "
+        f"top-{config.num_experts_per_tok}, K={config.hidden_size}, I={config.intermediate_size}",
+        f"machine    {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "memory     " + memory_line(model),
+    )
+
+    say("", f"rewrite table, prefill of {_PREFILL_TOKENS} tokens", rewrite_table(model, _PREFILL_TOKENS))
+    say("", "rewrite table, decode", rewrite_table(model, 1))
+
+    runs, scored = [], {}
+    for name in ("stock", "mxk"):
+        session = models.Session(model, length, compiled(model, name))
+        run, seconds = generate(session, name, ids, new_tokens)
+        runs.append(run)
+        scored[name] = decode_logits(session, text_ids)
+        say("", f"--- {name}: {run.tokens_per_second:.1f} tokens/s (measured; {seconds:.0f} s to compile and warm up)")
+        say(prompt + tokenizer.decode(run.tokens))
+        if name == "mxk" and profile:
+            say("", *profile_lines(session, ids))
+    ratio = runs[1].tokens_per_second / runs[0].tokens_per_second
+    say("", f"speed      mxk {ratio:.2f} x the tokens/s of stock", "greedy     " + parting_line(*runs, tokenizer))
+
+    with torch.no_grad():
+        ids_tensor = torch.tensor([text_ids[:-1]], device=model.device)
+        exact = reference_model(model)(input_ids=ids_tensor, use_cache=False).logits[0]
+    say("", *parity_lines(scored, exact, text_ids, text_name), *layer_lines(model, text_ids))
+    say("", f"done in {time.perf_counter() - started:.0f} s")
+
+
+_PREFILL_TOKENS = 64
+"""More than the cap of the fused kernels, so that the table shows the stock op."""
+
+
+def rewrite_table(model: Any, num_tokens: int) -> Report:
+    """What the backend does with a call of num_tokens tokens."""
+    ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        return explain(model, input_ids=ids, use_cache=False)
+
+
+def memory_line(model: Any) -> str:
+    """Bytes of the experts, packed as they are and as a bf16 copy, and of the rest."""
+    packed = unpacked = 0
+    for experts in models.stock_experts(model).values():
+        packed += sum(buffer.nbytes for buffer in experts.buffers())
+        unpacked += 2 * 2 * (experts.w13_weight.nbytes + experts.w2_weight.nbytes)
+        unpacked += experts.w13_bias.nbytes + experts.w2_bias.nbytes
+    rest = sum(parameter.nbytes for parameter in model.parameters())
+    return f"experts {packed:,} bytes packed, {unpacked:,} as bf16 ({packed / unpacked:.2f} x); the rest {rest:,} bytes"
+
+
+def generate(session: models.Session, name: str, prompt: Sequence[int], new_tokens: int) -> tuple[Run, float]:
+    """A greedy run after a warm-up of a few tokens; returns it and the seconds of the warm-up."""
+    start = time.perf_counter()
+    for _ in models.greedy(session, prompt, _WARM_UP_TOKENS):
+        pass
+    warm_up_seconds = time.perf_counter() - start
+    run = Run(name, [], [], [])
+    last = None
+    for token, logits in models.greedy(session, prompt, new_tokens):
+        now = time.perf_counter()
+        if last is not None:
+            run.step_seconds.append(now - last)
+        last = now
+        run.tokens.append(token)
+        run.logits.append(logits.float())
+    return run, warm_up_seconds
+
+
+def parting_line(first: Run, second: Run, tokenizer: Any) -> str:
+    """Where two greedy runs part, and how sure the first was there."""
+    for index, (a, b) in enumerate(zip(first.tokens, second.tokens, strict=True)):
+        if a == b:
+            continue
+        margins = []
+        for run in (first, second):
+            top = run.logits[index].topk(2).values
+            margins.append(f"{run.name} {float(top[0] - top[1]):.3f}")
+        words = f"{tokenizer.decode([a])!r} against {tokenizer.decode([b])!r}"
+        return f"outputs part at token {index + 1} of {len(first.tokens)}: {words}; top-1 over top-2 logit: {', '.join(margins)}"
+    return f"outputs are the same for all {len(first.tokens)} tokens"
+
+
+def held_out_tokens(folder: Path, tokenizer: Any) -> tuple[list[int], str]:
+    """Ids of the text that is scored, and what to call it."""
+    path = folder / HELD_OUT_FILE
+    text = path.read_text(encoding="utf-8") if path.is_file() else _OTHER_TEXT
+    name = HELD_OUT_FILE if path.is_file() else "a text of this package"
+    return prompt_tokens(tokenizer, text)[:_MAX_TEXT_TOKENS], name
+
+
+def decode_logits(session: models.Session, ids: Sequence[int]) -> Tensor:
+    """Logits [n - 1, vocabulary] fp32 after each token but the last, fed one by one through the decode step."""
+    session.reset()
+    return torch.stack([session.feed([token]).float() for token in ids[:-1]])
+
+
+def rel_l2(value: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm of `exact`."""
+    return float((value.double() - exact.double()).norm() / exact.double().norm())
+
+
+def perplexity(logits: Tensor, ids: Sequence[int]) -> float:
+    """exp of the mean negative log likelihood of ids[1:]."""
+    targets = torch.tensor(ids[1:], device=logits.device)
+    return float(torch.nn.functional.cross_entropy(logits.float(), targets).exp())
+
+
+def parity_lines(scored: dict[str, Tensor], exact: Tensor, ids: Sequence[int], text_name: str) -> list[str]:
+    """Logits and perplexity of both paths beside the fp32 model."""
+    lines = [
+        f"parity on {len(ids)} tokens of {text_name}, one by one",
+        f"{'':8}{'perplexity':>12}{'logits rel_l2 to fp32':>24}{'same top token':>17}",
+        f"{'fp32':8}{perplexity(exact, ids):12.4f}",
+    ]
+    for name, logits in scored.items():
+        same = float((logits.argmax(-1) == exact.argmax(-1)).float().mean())
+        lines.append(f"{name:8}{perplexity(logits, ids):12.4f}{rel_l2(logits, exact):24.2e}{same:17.1%}")
+    lines.append(f"{'mxk to stock':32}{rel_l2(scored['mxk'], scored['stock']):12.2e}")
+    return lines
+
+
+def layer_lines(model: Any, ids: Sequence[int]) -> list[str]:
+    """Error of the MoE op alone against fp32, on what the layers get from the text."""
+    calls: list[tuple[models.StockExperts, tuple[Tensor, ...], Tensor]] = []
+
+    def record(module: models.StockExperts, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        calls.append((module, inputs, output))
+
+    handles = [experts.register_forward_hook(record) for experts in models.stock_experts(model).values()]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([list(ids[:32])], device=model.device), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    errors: dict[str, list[float]] = {"stock": [], "mxk": []}
+    for experts, inputs, stock in calls:
+        arguments, attributes = experts.fused_call()
+        exact = moe.reference(inputs[0].float(), *inputs[1:], *arguments, **attributes, round_intermediate=False)
+        errors["stock"].append(rel_l2(stock, exact))
+        errors["mxk"].append(rel_l2(torch.ops.mxk.moe(*inputs, *arguments, **attributes), exact))
+    worst = ", ".join(f"{name} {max(values):.2e}" for name, values in errors.items())
+    return [f"MoE op alone, worst of {len(calls)} layers, rel_l2 to fp32: {worst}"]
+
+
+class _NoAttention(nn.Module):
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return hidden_states, None
+
+
+def profile_lines(session: models.Session, prompt: Sequence[int], steps: int = 50) -> list[str]:
+    """Shares of one decode step of the `mxk` session.
+
+    MoE is the op's own time, and framework the time outside the compiled graph (guards, wrappers, outputs), both from
+    torch.profiler. Attention, fused by Inductor with its neighbours, is what a step without it saves. The rest is the
+    remainder: embedding, norms, router, head.
+    """
+    whole = _median_step(session, prompt, steps)
+    moe_seconds, graph_seconds = _profiled(session, prompt, steps)
+
+    model = copy.copy(session.model)
+    without = copy.deepcopy(model, {id(module): module for module in (*model.parameters(), *model.buffers())})
+    for layer in without.model.layers:
+        layer.self_attn = _NoAttention()
+    less = _median_step(models.Session(without, session.length, compiled(without, "mxk")), prompt, steps)
+
+    attention = max(whole - less, 0.0)
+    framework = max(whole - graph_seconds, 0.0) if graph_seconds else 0.0
+    parts = {
+        "MoE (mxk::moe)": moe_seconds,
+        "attention with its projections": attention,
+        "framework outside the graph" if graph_seconds else "framework: not separable here": framework,
+    }
+    parts["rest"] = max(whole - sum(parts.values()), 0.0)
+    lines = [f"decode step {whole * 1e3:.3f} ms (measured, median of {steps})"]
+    return lines + [f"  {name:32}{seconds * 1e3:8.3f} ms {seconds / whole:6.1%}" for name, seconds in parts.items()]
+
+
+def _steps(session: models.Session, prompt: Sequence[int], steps: int) -> list[float]:
+    session.reset()
+    session.feed(prompt)
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        session.feed(prompt[-1:])
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _median_step(session: models.Session, prompt: Sequence[int], steps: int) -> float:
+    _steps(session, prompt, _WARM_UP_TOKENS)
+    return sorted(_steps(session, prompt, steps))[steps // 2]
+
+
+def _profiled(session: models.Session, prompt: Sequence[int], steps: int) -> tuple[float, float]:
+    """Seconds a step in `mxk::moe`, and in the whole compiled graph (0 where the profiler does not show it)."""
+    session.reset()
+    session.feed(prompt)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
+            session.feed(prompt[-1:])
+    moe_us = graph_us = 0.0
+    for event in profiler.key_averages():
+        if event.key.startswith("mxk::moe"):
+            moe_us += event.cpu_time_total
+        elif event.key.startswith("## Call CompiledFxGraph"):
+            graph_us += event.cpu_time_total
+    return moe_us * 1e-6 / steps, graph_us * 1e-6 / steps

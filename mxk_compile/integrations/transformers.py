@@ -1,0 +1,304 @@
+"""`load(path)`: a gpt-oss checkpoint as the transformers model, its experts packed and calling the stock op.
+
+The model is built without memory and filled tensor by tensor, so that nothing larger than the checkpoint's packed
+bytes, one tensor and the dense rest ever exists. Inference only: no parameter asks for a gradient.
+
+    model = load(path)
+    model.compile(backend="mxk")            # or torch.compile(model, backend="mxk")
+    model.generate(ids, cache_implementation="static")
+
+`Session` and `greedy` are a decoding loop that compiles once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxk_compile.checkpoint import Checkpoint, PackedExperts
+from mxk_compile.errors import CallError, CheckpointError, SettingsError
+
+ARCHITECTURES = ("GptOssForCausalLM",)
+_DTYPES = (torch.bfloat16, torch.float32)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_EXPERT_PARTS = tuple(f"{projection}_{part}" for projection in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias"))
+# The gain of the published gpt-oss code; checkpoints do not state it.
+_ALPHA = 1.702
+_LIMIT = 7.0
+# Cache lengths are rounded up to this: requests of similar length then share one compiled graph.
+_CACHE_STEP = 256
+
+
+class StockExperts(nn.Module):
+    """The routed experts of one layer, kept packed, run by `hpu::mixture_of_experts.bias_mxfp4_fused_weights`.
+
+    Buffers, named as in vLLM (E experts, hidden size K, intermediate I; interleaved gate and up rows):
+        w13_weight uint8 [E, 2I, K/2], w13_weight_scale uint8 [E, 2I, K/32], w13_bias bf16 [E, 2I],
+        w2_weight uint8 [E, K, I/2], w2_weight_scale uint8 [E, K, I/32], w2_bias bf16 [E, K]
+
+    Args:
+        packed: the tensors of the layer.
+        alpha, limit: constants of SwiGLU-OAI; limit may be inf.
+        device: where the buffers go.
+    """
+
+    w13_weight: Tensor
+    w13_weight_scale: Tensor
+    w13_bias: Tensor
+    w2_weight: Tensor
+    w2_weight_scale: Tensor
+    w2_bias: Tensor
+
+    def __init__(self, packed: PackedExperts, alpha: float, limit: float, device: torch.device) -> None:
+        super().__init__()
+        assert packed.w13_bias is not None and packed.w2_bias is not None
+        self.alpha, self.limit, self.num_experts = alpha, limit, len(packed.w2)
+        self.register_buffer("w13_weight", packed.w13.to(device))
+        self.register_buffer("w13_weight_scale", packed.w13_scale.to(device))
+        self.register_buffer("w13_bias", packed.w13_bias.to(device, torch.bfloat16))
+        self.register_buffer("w2_weight", packed.w2.to(device))
+        self.register_buffer("w2_weight_scale", packed.w2_scale.to(device))
+        self.register_buffer("w2_bias", packed.w2_bias.to(device, torch.bfloat16))
+
+    def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
+        """hidden_states [T, K] float, router_indices [T, k] integer, routing_weights [T, k] float -> [T, K]."""
+        # The op takes one tensor per expert: views of the stacked buffers, as vllm-gaudi passes them.
+        result: Tensor = torch.ops.hpu.mixture_of_experts.bias_mxfp4_fused_weights(
+            hidden_states.to(torch.bfloat16),
+            router_indices,
+            routing_weights.to(torch.bfloat16),
+            self.w13_weight.unbind(0),
+            self.w2_weight.unbind(0),
+            self.w13_bias.unbind(0),
+            self.w2_bias.unbind(0),
+            self.w13_weight_scale.unbind(0),
+            self.w2_weight_scale.unbind(0),
+            block_size=32,
+            permuted_weights=True,
+            experts_min=0,
+            experts_max=self.num_experts - 1,
+            is_fp4=True,
+            alpha=self.alpha,
+            limit=self.limit,
+        )
+        return result.to(hidden_states.dtype)
+
+    def fused_call(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+        """The arguments of `mxk::moe` after the routing, and its attributes, for the same computation."""
+        weights = (self.w13_weight, self.w13_weight_scale, self.w2_weight, self.w2_weight_scale)
+        limit = None if math.isinf(self.limit) else self.limit
+        attributes = {"weight_format": "mxfp4", "row_order": "interleaved", "activation": "swiglu_oai"}
+        return (*weights, None, None, self.w13_bias, self.w2_bias), {**attributes, "alpha": self.alpha, "limit": limit}
+
+    def extra_repr(self) -> str:
+        """Sizes and constants, for printing the model."""
+        num_experts, rows, half = self.w13_weight.shape
+        return f"E={num_experts}, K={2 * half}, I={rows // 2}, mxfp4, alpha={self.alpha}, limit={self.limit}"
+
+
+def load(path: str | Path, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu") -> Any:
+    """The transformers model of a gpt-oss checkpoint directory, in eval mode, ready for `torch.compile(backend="mxk")`.
+
+    Args:
+        path: a directory with config.json and the published layout's safetensors (one file, or shards and an index).
+        dtype: of everything but the experts, bfloat16 or float32; the experts stay MXFP4 and compute in bfloat16.
+        device: where the model goes.
+
+    Raises:
+        CheckpointError: not such a directory, another architecture, a tensor that is missing, unexpected or misshapen.
+        CallError: another dtype.
+    """
+    if dtype not in _DTYPES:
+        raise CallError("mxk_compile.load", f"dtype={dtype}", ", ".join(map(str, _DTYPES)), "choose one of them")
+    config = read_config(path)
+    with Checkpoint(path) as checkpoint:
+        model = _build(config)
+        _check_names(checkpoint, model)
+        _fill(model, checkpoint, dtype, torch.device(device))
+    _load_generation_config(model, Path(path))
+    return model.eval()
+
+
+def read_config(path: str | Path) -> Any:
+    """The transformers configuration of a checkpoint directory; raises CheckpointError as `load` does."""
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(str(path), "no such directory", "a checkpoint directory", "check the path")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(str(path), "no config.json", "a Hugging Face checkpoint directory", "check the path")
+    values = Checkpoint(path).config
+    architectures = values.get("architectures") or []
+    if not set(architectures) & set(ARCHITECTURES):
+        given = f"architecture {', '.join(map(str, architectures)) or values.get('model_type')!r}"
+        raise CheckpointError(str(path / "config.json"), given, ", ".join(ARCHITECTURES), "give a gpt-oss checkpoint")
+    try:
+        return _transformers().GptOssConfig.from_pretrained(path, local_files_only=True)
+    except (KeyError, TypeError, ValueError) as error:
+        given = f"{type(error).__name__}: {error}"
+        raise CheckpointError(str(path / "config.json"), given, "what GptOssConfig reads", "repair it") from error
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a checkpoint directory; raises CheckpointError where there is none. Nothing is downloaded."""
+    try:
+        return _transformers().AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError) as error:
+        given = f"no tokenizer that can be read ({type(error).__name__})"
+        raise CheckpointError(str(path), given, "tokenizer.json and tokenizer_config.json", "add them") from error
+
+
+def stock_experts(model: nn.Module) -> dict[str, StockExperts]:
+    """The packed experts of a loaded model by module name, in layer order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, StockExperts)}
+
+
+class Session:
+    """One sequence: a loaded model, what runs its decode steps, and a static key/value cache.
+
+    Every layer, sliding ones too, gets a cache of full length and leaves the window to the attention mask: the
+    window's own cache counts tokens in a Python integer, which would be compiled in and cost recompilations. So all
+    decode steps, of any number of sequences after `reset`, run one graph.
+
+    Args:
+        model: from `load`.
+        length: tokens that must fit, prompt included.
+        forward: runs decode steps in place of the model, e.g. `torch.compile(model, backend="mxk")`. The first
+            tokens always run on the model itself, which calls the stock op: a graph for each prompt length would be
+            compiled for a single use.
+    """
+
+    def __init__(self, model: Any, length: int, forward: Callable[..., Any] | None = None) -> None:
+        cache_utils = importlib.import_module("transformers.cache_utils")
+        length = -(-length // _CACHE_STEP) * _CACHE_STEP
+        self.model, self.length = model, length
+        self.forward = model if forward is None else forward
+        self._cache = cache_utils.Cache(layers=[cache_utils.StaticLayer(length) for _ in model.model.layers])
+        self._num_tokens = 0
+
+    def reset(self) -> None:
+        """Forget the sequence and keep the memory."""
+        if self._num_tokens:
+            self._cache.reset()
+        self._num_tokens = 0
+
+    @torch.no_grad()
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        """Appends tokens and returns the logits [vocabulary] after the last; raises CallError when they do not fit."""
+        if not tokens or self._num_tokens + len(tokens) > self.length:
+            given = f"{len(tokens)} tokens after {self._num_tokens}"
+            raise CallError("Session.feed", given, f"1 to {self.length} in all", "make a session of that length")
+        run = self.forward if self._num_tokens and len(tokens) == 1 else self.model
+        ids = torch.tensor([list(tokens)], device=self.model.device)
+        logits: Tensor = run(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits
+        self._num_tokens += len(tokens)
+        return logits[0, -1]
+
+
+def greedy(
+    session: Session, prompt: Sequence[int], max_new_tokens: int, stop: Sequence[int] = ()
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields (token, its logits [vocabulary]) one by one, most probable token first of equals, as they are computed.
+
+    Args:
+        session: reset before use.
+        prompt: token ids, at least one.
+        max_new_tokens: upper limit; the last token is not fed.
+        stop: ids that end the sequence, not yielded.
+    """
+    session.reset()
+    logits = session.feed(prompt)
+    for index in range(max_new_tokens):
+        token = int(logits.argmax())
+        if token in stop:
+            return
+        yield token, logits
+        if index + 1 < max_new_tokens:
+            logits = session.feed([token])
+
+
+def stop_tokens(model: Any) -> tuple[int, ...]:
+    """The end-of-sequence ids of a loaded model's generation configuration."""
+    ids = model.generation_config.eos_token_id
+    return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        advice = "pip install 'mxk-compile[transformers]'"
+        raise SettingsError("loading a checkpoint", f"no transformers ({error})", "transformers 5.10 to 5.x", advice) from error
+
+
+def _build(config: Any) -> Any:
+    """The model on the meta device, its expert modules replaced by empty ones."""
+    with torch.device("meta"):
+        model = _transformers().GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        layer.mlp.experts = nn.Identity()
+    return model
+
+
+def _expert_prefixes(model: Any) -> list[str]:
+    return [f"model.layers.{index}.mlp.experts" for index in range(len(model.model.layers))]
+
+
+def _is_tied(model: Any, name: str) -> bool:
+    return name == "lm_head.weight" and bool(model.config.tie_word_embeddings)
+
+
+def _check_names(checkpoint: Checkpoint, model: Any) -> None:
+    """Every tensor of the model is in the checkpoint and the other way round, or CheckpointError names them."""
+    wanted = [name for name in model.state_dict() if not _is_tied(model, name)]
+    wanted += [f"{prefix}.{part}" for prefix in _expert_prefixes(model) for part in _EXPERT_PARTS]
+    missing = sorted(set(wanted) - set(checkpoint.names()))
+    unexpected = sorted(name for name in set(checkpoint.names()) - set(wanted) if not _is_tied(model, name))
+    for kind, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            given = f"{kind} {', '.join(names[:5])}{more}"
+            allowed = f"exactly the {len(wanted)} tensors that config.json implies"
+            raise CheckpointError(str(checkpoint.path), given, allowed, "check that files and config.json belong together")
+
+
+def _fill(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    """Puts every parameter and buffer of a meta model on the device, one tensor at a time."""
+    config = model.config
+    for name, empty in model.state_dict().items():
+        if _is_tied(model, name):
+            continue
+        checkpoint.expect(name, _FLOATS, tuple(empty.shape))
+        owner, _, attribute = name.rpartition(".")
+        weight = nn.Parameter(checkpoint.tensor(name).to(device, dtype), requires_grad=False)
+        setattr(model.get_submodule(owner), attribute, weight)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+
+    alpha, limit = getattr(config, "swiglu_alpha", _ALPHA), getattr(config, "swiglu_limit", _LIMIT)
+    sizes = (config.num_local_experts, config.hidden_size, config.intermediate_size)
+    for prefix in _expert_prefixes(model):
+        packed = checkpoint.experts(prefix, scheme="gpt_oss")
+        given = (len(packed.w2), packed.w2.shape[1], packed.w13.shape[1] // 2)
+        if given != sizes:
+            text = f"{prefix} with E, K, I = {given}"
+            raise CheckpointError(str(checkpoint.path), text, f"{sizes}, as in config.json", "check config.json")
+        experts = StockExperts(packed, float(alpha), math.inf if limit is None else float(limit), device)
+        model.get_submodule(prefix.rpartition(".")[0]).experts = experts
+
+    # Not in the checkpoint: computed from the configuration, so made anew off the meta device.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if left:
+        given = f"no values for {', '.join(left)}"
+        raise CheckpointError(str(checkpoint.path), given, "a model filled by its checkpoint", "report this")
+
+
+def _load_generation_config(model: Any, path: Path) -> None:
+    if (path / "generation_config.json").is_file():
+        model.generation_config = _transformers().GenerationConfig.from_pretrained(path, local_files_only=True)
