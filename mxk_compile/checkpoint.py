@@ -36,7 +36,7 @@ class PackedExperts:
 
     w13: uint8 [E, 2I, K/2] with rows in `row_order`; w2: uint8 [E, K, I/2]. w13_scale, w2_scale: [E, rows, groups],
     uint8 E8M0 for "mxfp4", else bfloat16, float16 or float32 as in the file. w13_zero, w2_zero: uint8 like the
-    scale, None where every zero is 8. w13_bias [E, 2I], w2_bias [E, K]: as in the file, or None.
+    scale, None for symmetric weights (8). w13_bias [E, 2I], w2_bias [E, K]: as in the file, or None.
     """
 
     w13: torch.Tensor

@@ -67,14 +67,14 @@ class Int4Layer:
             self._refuse_config(f"{num_bits} bits", "4 bits", "choose a 4-bit checkpoint")
         self.group_size = config.get("group_size")  # None or -1: one group a row
         self.gptq_format: str | None = None
+        self.label_is_given = gptq_format is not None
         self.symmetric = config.get("sym" if is_gptq else "symmetric") is True
         if is_gptq:
             self.gptq_format = gptq_format or config.get("checkpoint_format") or "gptq"
-            self.label_is_given = gptq_format is not None
             if self.gptq_format not in GPTQ_FORMATS:
                 given = f"checkpoint_format {self.gptq_format!r}"
                 self._refuse_config(given, ", ".join(GPTQ_FORMATS), "convert the checkpoint")
-        self.has_zero = is_gptq or not self.symmetric
+        self.stores_zero = is_gptq or not self.symmetric
 
     def read(self, num_experts: int | None) -> dict[str, Any]:
         """Tensors of `PackedExperts` by name; num_experts None counts the experts in the file."""
@@ -102,17 +102,21 @@ class Int4Layer:
         lead = (num_experts, len(projections) * rows)
         weight = torch.empty(*lead, columns // 2, dtype=torch.uint8)
         scale = torch.empty(*lead, num_groups, dtype=scale_dtype)
-        zero = torch.empty(*lead, num_groups, dtype=torch.uint8) if self.has_zero else None
+        zero = None if self.symmetric else torch.empty(*lead, num_groups, dtype=torch.uint8)
         bias = torch.empty(lead, dtype=bias_dtype) if bias_dtype is not None else None
         for expert, at, name in linears:
             self._copy(name + self.parts.weight, weight[expert, at].view(torch.int32))
             self._copy(name + self.parts.scale, scale[expert, at])
-            if zero is not None:
-                zero[expert, at] = self._zero(name + self.parts.zero)[:rows]
+            if self.stores_zero:
+                of_linear = self._zero(name + self.parts.zero)[:rows]
+                if zero is None:
+                    self._check_zero(name + self.parts.zero, of_linear)
+                else:
+                    zero[expert, at] = of_linear
             if bias is not None:
                 self.files.read_into(name + "bias", bias[expert, at])
-        if zero is not None and self.gptq_format is not None:
-            zero = self._check_gptq_zero(first + self.parts.zero, zero)
+        if zero is not None:
+            self._check_zero(first + self.parts.zero, zero)
         return {key: weight, f"{key}_scale": scale, f"{key}_zero": zero, f"{key}_bias": bias}
 
     def _name(self, expert: int, projection: str, part: str) -> str:
@@ -160,7 +164,7 @@ class Int4Layer:
         assert scale_dtype is not None
         files.expect(name + parts.weight, (torch.int32,), parts.shape(rows, columns // 8))
         files.expect(name + parts.scale, (scale_dtype,), parts.shape(rows, num_groups))
-        if self.has_zero:
+        if self.stores_zero:
             words = -(-rows // 8)
             files.expect(name + parts.zero, (torch.int32,), parts.shape(words, num_groups))
         elif name + parts.zero in files:
@@ -198,20 +202,20 @@ class Int4Layer:
         # A writer of version 1 stores (zero - 1) in four bits: 15 stands for 0.
         return (stored + GPTQ_FORMATS[self.gptq_format]) & 15
 
-    def _check_gptq_zero(self, name: str, zero: torch.Tensor) -> torch.Tensor | None:
-        """None where every zero is 8. The label is refused when the data speaks for the other version.
+    def _check_zero(self, name: str, zero: torch.Tensor) -> None:
+        """Refuse zero points that contradict the metadata.
 
-        A writer of symmetric weights means 8 throughout. Read with the wrong version that is 9 or 7 throughout.
+        Symmetric weights mean 8. A whole layer that means 9 or 7 is GPTQ read with the wrong version of the two.
         """
         lowest, highest = (int(value) for value in zero.aminmax())
-        mislabelled = lowest == highest and lowest == (9 if self.gptq_format == "gptq" else 7)
-        if not self.label_is_given and (mislabelled or (self.symmetric and (lowest, highest) != (8, 8))):
+        wrong = {"gptq": 9, "gptq_v2": 7}.get(self.gptq_format or "")
+        mislabelled = lowest == highest == wrong and not self.label_is_given
+        if mislabelled or (self.symmetric and (lowest, highest) != (8, 8)):
             given = f"zero points {lowest} to {highest} when read as {self.gptq_format!r}"
             allowed = "8 with sym=true" if self.symmetric else "zero points that agree with checkpoint_format"
             other = next(label for label in GPTQ_FORMATS if label != self.gptq_format)
-            advice = f"the label looks wrong; pass gptq_format={other!r} or {self.gptq_format!r} to decide"
+            advice = f"the label looks wrong: pass gptq_format={other!r} if it is"
             self.files.refuse(name, given, allowed, advice)
-        return None if (lowest, highest) == (8, 8) else zero
 
     def _compressed_config(self, quantization: dict[str, Any]) -> dict[str, Any]:
         """The `weights` arguments that compressed-tensors metadata gives to the experts of this layer."""
