@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -63,7 +63,8 @@ def mxk(
         return _compile_with_inductor(module, example_inputs, chosen, mode, inner_options)
     if mode is not None:
         raise SettingsError("backend 'mxk'", f"mode={mode!r}", "modes with Inductor only", "drop the mode")
-    return compile_with(_resolve(inner, inner_options), chosen)(module, example_inputs)
+    backend = compile_with(_resolve(inner, inner_options), chosen)
+    return cast(Callable[..., Any], backend(module, example_inputs))
 
 
 def compile_with(inner: Backend, settings: Settings, report: Report | None = None) -> Backend:
@@ -104,6 +105,7 @@ class MxkPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrites one graph in place; Inductor calls it for nested graphs too, one by one."""
         module = graph.owning_module
+        assert module is not None  # Inductor's graphs have one
         # Ahead-of-time compilation has no guards: nobody would check what was assumed about T.
         aot = getattr(torch._inductor.virtualized.V, "aot_compilation", False) is True
         run_passes(module, self.settings, can_guard=not aot, nested=False)
@@ -136,8 +138,7 @@ def _compile_with_inductor(
     patches = {**(list_mode_options(mode) if mode else {}), **patches}
     following = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     patches["post_grad_custom_pre_pass"] = MxkPass(settings, following)
-    compiled: Callable[..., Any] = compile_fx(module, example_inputs, config_patches=patches)
-    return compiled
+    return cast(Callable[..., Any], compile_fx(module, example_inputs, config_patches=patches))
 
 
 def _default_inner(module: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
@@ -159,7 +160,7 @@ def _resolve(inner: str | Backend, options: dict[str, Any]) -> Backend:
             raise SettingsError(
                 "option inner_backend", repr(inner), ", ".join(names), "name one, or pass a function"
             )
-        inner = lookup_backend(inner)
+        inner = cast(Backend, lookup_backend(inner))
     return functools.partial(inner, options=options) if options else inner
 
 

@@ -36,7 +36,9 @@ class Settings:
         parsed = {}
         for name, value in changes.items():
             if name not in _PARSERS:
-                raise SettingsError("mxk option", f"{name!r}", ", ".join(sorted(_PARSERS)), "correct the name")
+                raise SettingsError(
+                    "mxk option", f"{name!r}", ", ".join(sorted(_PARSERS)), "correct the name"
+                )
             parsed[name] = _parse(f"mxk option {name}", name, value)
         return dataclasses.replace(self, **parsed)
 
@@ -44,7 +46,7 @@ class Settings:
 def _max_tokens(value: Any) -> int | None:
     if value is None or value == "any":
         return None
-    if isinstance(value, bool) or int(value) < 0:
+    if isinstance(value, (bool, float)) or int(value) < 0:
         raise ValueError
     return int(value)
 
@@ -87,7 +89,9 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
         if variable in known:
             values[known[variable]] = _parse(variable, known[variable], value)
         elif variable.startswith("MXK_") and variable != "MXK_VLLM":
-            raise SettingsError(variable, repr(value), ", ".join(sorted(known)), "correct the name or unset it")
+            raise SettingsError(
+                variable, repr(value), ", ".join(sorted(known)), "correct the name or unset it"
+            )
     return Settings(**values)
 
 

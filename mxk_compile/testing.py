@@ -44,8 +44,8 @@ class MoECase:
         return self.hidden_states, self.topk_ids, self.topk_weights
 
     @property
-    def weights(self) -> tuple[Tensor | None, ...]:
-        """The eight weight arguments, stacked, in schema order."""
+    def weights(self) -> tuple[Any, ...]:
+        """The eight weight arguments, stacked, in schema order; None for absent ones."""
         return (
             *(self.w13, self.w13_scale, self.w2, self.w2_scale),
             *(self.w13_zero, self.w2_zero, self.w13_bias, self.w2_bias),

@@ -45,15 +45,18 @@ class MoEVariant:
     group_size: int = 32
 
 
+# fmt: off
+# A table: name, models, weight format, row order, activation, bias, K, I, E, k, and what differs from the defaults.
 _ROWS = (
-    MoEVariant(
-        "gptoss", "gpt-oss-20b, gpt-oss-120b", "mxfp4", "interleaved", "swiglu_oai", True, 2880, 2880, 32, 4, alpha=1.702, limit=7.0
-    ),
+    MoEVariant("gptoss", "gpt-oss-20b, gpt-oss-120b", "mxfp4", "interleaved", "swiglu_oai", True, 2880, 2880, 32, 4,
+               alpha=1.702, limit=7.0),
     MoEVariant("glm", "GLM-5.2, GLM-5.3", "mxfp4", "gate_up", "silu", False, 6144, 1024, 64, 8),
-    MoEVariant("dsv41", "DeepSeek-V4.1-Flash", "mxfp4", "interleaved", "swiglu_clamp", False, 5120, 2304, 48, 6, limit=10.0),
+    MoEVariant("dsv41", "DeepSeek-V4.1-Flash", "mxfp4", "interleaved", "swiglu_clamp", False, 5120, 2304, 48, 6,
+               limit=10.0),
     MoEVariant("muse", "Muse Spark Open", "mxfp4", "gate_up", "silu", False, 4096, 1024, 128, 8, per_route=True),
     MoEVariant("kimi", "Kimi-K2.7 (MXFP4)", "mxfp4", "gate_up", "silu", False, 7168, 2048, 48, 8),
     MoEVariant("kimi_int4", "Kimi-K2.x (INT4, group 32)", "uint4", "gate_up", "silu", False, 7168, 2048, 48, 8),
     MoEVariant("mimo", "MiMo-V2.6-Pro", "mxfp4", "gate_up", "silu", False, 6144, 2048, 48, 8),
 )
+# fmt: on
 VARIANTS = {row.name: row for row in _ROWS}

@@ -181,6 +181,7 @@ def _scales(
     transposed = pack_dim == "output"
     num_groups = int(shape[0 if transposed else 1]) if len(shape) == 2 else 0
     rows_given = shape[1 if transposed else 0] if len(shape) == 2 else None
+    dtypes: tuple[torch.dtype, ...]
     if weight_format == "mxfp4":
         dtypes, fits = (torch.uint8,), num_groups == -(-columns // MXFP4_BLOCK_SIZE)
         expected, group_size = f"ceil({columns} / {MXFP4_BLOCK_SIZE})", MXFP4_BLOCK_SIZE

@@ -9,7 +9,10 @@ import torch
 
 library = torch.library.Library("mxk", "DEF")
 
-_MOE_WEIGHTS = "w13, {0} w13_scale, {0} w2, {0} w2_scale, {1} w13_zero{2}, {1} w2_zero{2}, {1} w13_bias{2}, {1} w2_bias{2}"
+_MOE_WEIGHTS = (
+    "w13, {0} w13_scale, {0} w2, {0} w2_scale, "
+    "{1} w13_zero{2}, {1} w2_zero{2}, {1} w13_bias{2}, {1} w2_bias{2}"
+)
 _MOE_ATTRIBUTES = (
     "str weight_format, str row_order, str activation, float alpha=1.0, float? limit=None, "
     'str pack_dim="input", int experts_min=0, bool per_route=False'

@@ -125,8 +125,8 @@ def reference(
         return routes.to(hidden_states.dtype)
     # Slot by slot, not torch.sum: its order is not promised.
     total = routes.new_zeros((num_tokens, hidden_size))
-    for slot in range(top_k):
-        total = total + routes[:, slot]
+    for index in range(top_k):
+        total = total + routes[:, index]
     return total.to(hidden_states.dtype)
 
 

@@ -22,7 +22,7 @@ def overload_of(node: fx.Node) -> torch._ops.OpOverload | None:
     if not isinstance(target, torch._ops.OpOverloadPacket):
         return None
     for name in target.overloads():
-        overload = getattr(target, name)
+        overload: torch._ops.OpOverload = getattr(target, name)
         bound = bind(overload, node)
         if bound is not None and all(
             _fits(argument, bound[argument.name]) for argument in overload._schema.arguments

@@ -11,6 +11,7 @@ Lists that are graph inputs go to `mxk.moe.lists` as they are; float overloads a
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -84,10 +85,9 @@ def _read(overload: torch._ops.OpOverload, node: fx.Node) -> dict[str, Any]:
         call["weight_format"], weights, scales, zeros = _read_conversions(weights)
     else:
         scales = [lists[name] for name in form.scales]
-    biases = [lists[name] for name in form.biases] or [[], []]
-    for name, values in (("", weights), ("_scale", scales), ("_zero", zeros)):
-        call[f"w13{name}"], call[f"w2{name}"] = sum(values[:-1], []), values[-1]
-    call["w13_bias"], call["w2_bias"] = biases
+    for suffix, (*w13, w2) in (("", weights), ("_scale", scales), ("_zero", zeros)):
+        call[f"w13{suffix}"], call[f"w2{suffix}"] = list(itertools.chain(*w13)), w2
+    call["w13_bias"], call["w2_bias"] = [lists[name] for name in form.biases] or [[], []]
     call["routing"] = [bound[name] for name in ROUTING]
     return call
 
@@ -172,7 +172,7 @@ def _replace(graph: fx.Graph, node: fx.Node, call: dict[str, Any]) -> None:
             target, weights = torch.ops.mxk.moe.lists, lists
         args, attributes = _arguments(call, weights)
         fused = graph.call_function(target, tuple(args), attributes)
-    # `eager_input_vals` are the stock node's inputs; without them Inductor is free to choose layouts, as any is accepted.
+    # `eager_input_vals` are the stock node's inputs. Without them Inductor may choose layouts: any is accepted.
     fused.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
     for key in ("val", "example_value"):
         if key in node.meta:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -74,7 +75,7 @@ def is_restackable(nodes: Sequence[fx.Node]) -> bool:
     return (len(set(nodes)) == 1 and fake_value(nodes[0]) is not None) or stacked(nodes) is not None
 
 
-def _insert(graph: fx.Graph, target: torch._ops.OpOverload, *args: object) -> fx.Node:
-    node = graph.call_function(target, args)  # type: ignore[arg-type]
+def _insert(graph: fx.Graph, target: torch._ops.OpOverload, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
     node.meta["val"] = target(*fx.node.map_arg(args, fake_value))
     return node

@@ -29,12 +29,12 @@ def _call_moe_lists(device: str) -> None:
 
 
 def _smallest_moe(device: str) -> tuple[list[torch.Tensor], dict[str, str]]:
-    byte = {"dtype": torch.uint8, "device": device}
+    shapes = ((1, 64, 16), (1, 64, 1), (1, 32, 16), (1, 32, 1))
     operands = [
         torch.zeros(1, 32, dtype=torch.bfloat16, device=device),
         torch.zeros(1, 1, dtype=torch.int32, device=device),
         torch.zeros(1, 1, dtype=torch.bfloat16, device=device),
-        *(torch.zeros(1, *shape, **byte) for shape in ((64, 16), (64, 1), (32, 16), (32, 1))),
+        *(torch.zeros(shape, dtype=torch.uint8, device=device) for shape in shapes),
     ]
     return operands, {"weight_format": "mxfp4", "row_order": "gate_up", "activation": "silu"}
 
