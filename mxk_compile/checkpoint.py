@@ -104,7 +104,7 @@ class Checkpoint(TensorFiles):
                 prefix, f"scale_bias={scale_bias} for scheme {scheme!r}", "MXFP4 schemes", "leave it out"
             )
         layer = Int4Layer(self, prefix, scheme, self.quantization(), gptq_format)
-        return PackedExperts(**layer.read(self._num_experts()), weight_format="uint4", row_order="gate_up")
+        return PackedExperts(**layer.read(self.num_experts()), weight_format="uint4", row_order="gate_up")
 
     def quantization(self) -> dict[str, Any]:
         """Return `quantization_config` of config.json, of its text_config where that has it, or {}."""
@@ -113,7 +113,8 @@ class Checkpoint(TensorFiles):
         found = self.config.get("quantization_config") or nested or {}
         return found if isinstance(found, dict) else {}
 
-    def _num_experts(self) -> int | None:
+    def num_experts(self) -> int | None:
+        """Return the number of routed experts that config.json gives, None where it gives none."""
         for config in (self.config, self.config.get("text_config")):
             for key in ("num_local_experts", "num_experts", "n_routed_experts"):
                 if isinstance(config, dict) and isinstance(config.get(key), int):
@@ -154,10 +155,11 @@ def _read_mxfp4(files: Checkpoint, prefix: str, row_order: str | None, scale_bia
         files.expect(name + scale_suffix, _E8M0_DTYPES, (*found[:2], -(-found[2] // mxfp4.BLOCK)))
         return found[0], found[1], found[2]
 
-    num_experts, num_rows, hidden_size = expect(w13_name, (None, None, None))
-    if num_rows % 2 or (published and num_rows // 2 % mxfp4.BLOCK):
-        allowed = f"twice a multiple of {mxfp4.BLOCK}" if published else "an even number, gate and up"
-        files.refuse(w13_name + suffix, f"{num_rows} rows", allowed, "check the file")
+    num_experts, num_rows, hidden_size = expect(w13_name, (files.num_experts(), None, None))
+    row_step = 2 * (mxfp4.BLOCK if published else 2)  # gate and up, each as long as a packed row of w2
+    if num_rows % row_step:
+        allowed = f"a multiple of {row_step}"
+        files.refuse(w13_name + suffix, f"{num_rows} rows", allowed, "check that the file holds gate and up")
     expect(w2_name, (num_experts, hidden_size, num_rows // 2))
     bias_names = [name.removesuffix("_weight") + "_bias" for name in (w13_name, w2_name)]
     has_bias = published or any(name in files for name in bias_names)

@@ -404,7 +404,7 @@ def scales(groups: int) -> Tensor:
         (
             "gpt_oss",
             {"gate_up_proj_blocks": random_bytes(EXPERTS, 128, 64)},
-            "gate_up_proj_blocks: shape [3, 128, 64]; allowed: [any, any, any, 16]",
+            "gate_up_proj_blocks: shape [3, 128, 64]; allowed: [3, any, any, 16]",
         ),
         (
             "gpt_oss",
@@ -417,7 +417,12 @@ def scales(groups: int) -> Tensor:
                 "gate_up_proj_blocks": random_bytes(EXPERTS, 96, 4, 16),
                 "gate_up_proj_scales": random_bytes(EXPERTS, 96, 4),
             },
-            "gate_up_proj_blocks: 96 rows; allowed: twice a multiple of 32",
+            "gate_up_proj_blocks: 96 rows; allowed: a multiple of 64",
+        ),
+        (
+            "gpt_oss",
+            {"gate_up_proj_blocks": random_bytes(2, 128, 4, 16)},
+            "gate_up_proj_blocks: shape [2, 128, 4, 16]; allowed: [3, any, any, 16]",
         ),
         (
             "gpt_oss",
