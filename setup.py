@@ -18,11 +18,21 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("mxk_compile/kernels/cpu")
 LIBRARY = "libmxk_cpu.so"
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+]
 # vpermb and vpdpbusd: Ice Lake and later, Zen 4 and later.
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vbmi", "vnni")]
 # GCC 12 takes the undefined operands of its own intrinsics for mistakes.
-UNIT_FLAGS = {"isa_avx512.cpp": [*AVX512, "-mfma", "-mf16c", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]}
+UNIT_FLAGS = {
+    "isa_avx512.cpp": [*AVX512, "-mfma", "-mf16c", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+}
 
 
 def compiler() -> list[str]:
@@ -65,7 +75,9 @@ class BuildLibrary(build_ext):
             build(target, Path(self.build_temp) / "mxk_cpu")
         except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
             target.unlink(missing_ok=True)
-            self.warn(f"the CPU kernels were not built ({error}); mxk_compile will run its torch reference on CPU")
+            self.warn(
+                f"the CPU kernels were not built ({error}); mxk_compile will run its torch reference on CPU"
+            )
 
     def copy_extensions_to_source(self) -> None:
         """For editable installs; nothing to copy where nothing was built."""

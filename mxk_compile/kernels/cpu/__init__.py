@@ -35,7 +35,16 @@ _logger = logging.getLogger("mxk_compile.kernels")
 _DTYPES = {
     dtype: index
     for index, dtype in enumerate(
-        (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+        (
+            torch.uint8,
+            torch.int8,
+            torch.int16,
+            torch.int32,
+            torch.int64,
+            torch.uint16,
+            torch.uint32,
+            torch.uint64,
+        )
         + (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     )
 }
@@ -71,7 +80,9 @@ def _open() -> ctypes.CDLL | str:
 def _library() -> ctypes.CDLL:
     library = _open()
     if isinstance(library, str):
-        raise KernelError("CPU kernels", library, "a built library", "run without them: the torch reference is used")
+        raise KernelError(
+            "CPU kernels", library, "a built library", "run without them: the torch reference is used"
+        )
     return library
 
 
@@ -124,7 +135,9 @@ def supports(desc: MoEDesc) -> str | None:
 
 @functools.cache
 def _warn_copy(name: str) -> None:
-    _logger.warning("mxk::moe: %s is not dense in its last dimension and is copied in every call; store it dense", name)
+    _logger.warning(
+        "mxk::moe: %s is not dense in its last dimension and is copied in every call; store it dense", name
+    )
 
 
 def _dense(tensor: Tensor, name: str) -> Tensor:
@@ -156,7 +169,13 @@ def _tensor(value: Weights | None, name: str, keep: list[object]) -> tuple[int, 
 
 
 def _projection(
-    name: str, weight: Weights, scale: Weights, zero: Weights | None, bias: Weights | None, group: int, keep: list[object]
+    name: str,
+    weight: Weights,
+    scale: Weights,
+    zero: Weights | None,
+    bias: Weights | None,
+    group: int,
+    keep: list[object],
 ) -> tuple[int, ...]:
     """The fields of MxkProjection."""
     weights, weight_expert, weight_line, _ = _tensor(weight, name, keep)
@@ -203,7 +222,9 @@ def moe(
     output_packed = pack_dim == "output"
     lists = not isinstance(w2, Tensor)
     first, first_scale = w2[0], w2_scale[0]
-    intermediate_size = first.shape[0] if output_packed else first.shape[1] * (2 if first.dtype == torch.uint8 else 8)
+    intermediate_size = (
+        first.shape[0] if output_packed else first.shape[1] * (2 if first.dtype == torch.uint8 else 8)
+    )
     groups = w13_scale[0].shape[0 if output_packed else 1], first_scale.shape[0 if output_packed else 1]
     if weight_format == "mxfp4":
         group_sizes = GROUP, GROUP
@@ -224,11 +245,20 @@ def moe(
         *(_DTYPES[topk_ids.dtype], ids_strides[0] * ids_size, ids_strides[1] * ids_size),
         *(_DTYPES[topk_weights.dtype], weights_strides[0] * weights_size, weights_strides[1] * weights_size),
         *(num_tokens, top_k, hidden_size, intermediate_size, len(w2), experts_min),
-        *(_FORMATS[weight_format], output_packed, _ROW_ORDERS[row_order], _ACTIVATIONS[activation], per_route, lists),
+        *(
+            _FORMATS[weight_format],
+            output_packed,
+            _ROW_ORDERS[row_order],
+            _ACTIVATIONS[activation],
+            per_route,
+            lists,
+        ),
         torch.get_num_threads(),
         alpha,
         math.inf if limit is None else limit,
     )
     if _library().mxk_cpu_moe(call):
-        raise KernelError("CPU kernels", "scratch memory could not be had", "a call that fits memory", "use fewer tokens")
+        raise KernelError(
+            "CPU kernels", "scratch memory could not be had", "a call that fits memory", "use fewer tokens"
+        )
     return out
