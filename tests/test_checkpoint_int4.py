@@ -1,0 +1,360 @@
+"""INT4 experts against words written here nibble by nibble."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mxk_compile.checkpoint import Checkpoint, PackedExperts
+from mxk_compile.errors import CheckpointError
+from mxk_compile.ops.dequant import dequantize
+
+PREFIX = "model.layers.0.mlp.experts"
+EXPERTS, HIDDEN, INTERMEDIATE = 3, 128, 64
+
+
+def write(directory: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({"num_local_experts": EXPERTS, **config}))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors"
+    )
+    return directory
+
+
+def words(codes: Tensor, dim: int) -> Tensor:
+    """Eight codes 0..15 along dim in each int32, the first in the lowest nibble."""
+    parts = codes.long().movedim(dim, -1).unflatten(-1, (-1, 8))
+    value = sum(parts[..., i] << 4 * i for i in range(8))
+    assert isinstance(value, Tensor)
+    return torch.where(value >= 1 << 31, value - (1 << 32), value).to(torch.int32).movedim(-1, dim)
+
+
+class Linear:
+    """A random INT4 linear layer: codes [N, K], zero [N, K/g], scale [N, K/g], and its values in float64."""
+
+    def __init__(self, rows: int, columns: int, group: int, symmetric: bool) -> None:
+        self.codes = torch.randint(0, 16, (rows, columns))
+        self.scale = (torch.rand(rows, columns // group) + 0.1).to(torch.bfloat16)
+        shape = self.scale.shape
+        self.zero = torch.full(shape, 8) if symmetric else torch.randint(0, 16, shape)
+        zero, scale = (t.double().repeat_interleave(group, 1) for t in (self.zero, self.scale))
+        self.values = (self.codes - zero) * scale
+        self.group = group
+
+    def compressed(self, name: str, symmetric: bool) -> dict[str, Tensor]:
+        tensors = {
+            f"{name}.weight_packed": words(self.codes, 1),
+            f"{name}.weight_scale": self.scale,
+            f"{name}.weight_shape": torch.tensor(self.codes.shape),
+        }
+        return tensors if symmetric else tensors | {f"{name}.weight_zero_point": words(self.zero, 0)}
+
+    def gptq(self, name: str, version: int) -> dict[str, Tensor]:
+        stored = (self.zero - 1) & 15 if version == 1 else self.zero
+        return {
+            f"{name}.qweight": words(self.codes.t(), 0),
+            f"{name}.qzeros": words(stored.t(), 1),
+            f"{name}.scales": self.scale.t(),
+            f"{name}.g_idx": torch.arange(self.codes.shape[1], dtype=torch.int32) // self.group,
+        }
+
+
+def layer(group: int, symmetric: bool) -> dict[str, Linear]:
+    """Group 0 is one group a row."""
+    linears = {}
+    for expert in range(EXPERTS):
+        for name, rows, columns in (
+            ("gate_proj", INTERMEDIATE, HIDDEN),
+            ("up_proj", INTERMEDIATE, HIDDEN),
+            ("down_proj", HIDDEN, INTERMEDIATE),
+        ):
+            linears[f"{PREFIX}.{expert}.{name}"] = Linear(rows, columns, group or columns, symmetric)
+    return linears
+
+
+def compressed_config(group: int, symmetric: bool, **changes: Any) -> dict[str, Any]:
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "group" if group else "channel",
+    }
+    weights |= {"group_size": group or None} | changes
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}}
+    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    return {"quantization_config": {**method, "config_groups": groups}}
+
+
+def gptq_config(group: int, symmetric: bool, version: int, **changes: Any) -> dict[str, Any]:
+    config = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": group or -1,
+        "sym": symmetric,
+        "desc_act": False,
+    }
+    return {
+        "quantization_config": {**config, "checkpoint_format": {1: "gptq", 2: "gptq_v2"}[version], **changes}
+    }
+
+
+def compressed(directory: Path, group: int = 32, symmetric: bool = True) -> tuple[dict[str, Linear], Path]:
+    linears = layer(group, symmetric)
+    tensors = {k: v for name, one in linears.items() for k, v in one.compressed(name, symmetric).items()}
+    return linears, write(directory, tensors, compressed_config(group, symmetric))
+
+
+def gptq_tensors(linears: dict[str, Linear], version: int) -> dict[str, Tensor]:
+    return {k: v for name, one in linears.items() for k, v in one.gptq(name, version).items()}
+
+
+def check_values(experts: PackedExperts, linears: dict[str, Linear]) -> None:
+    assert (experts.weight_format, experts.row_order, experts.pack_dim) == ("uint4", "gate_up", "input")
+    w13 = dequantize(experts.w13, experts.w13_scale, experts.w13_zero, weight_format="uint4")
+    w2 = dequantize(experts.w2, experts.w2_scale, experts.w2_zero, weight_format="uint4")
+    for expert in range(EXPERTS):
+        name = f"{PREFIX}.{expert}"
+        assert torch.equal(w13[expert, :INTERMEDIATE], linears[f"{name}.gate_proj"].values.float())
+        assert torch.equal(w13[expert, INTERMEDIATE:], linears[f"{name}.up_proj"].values.float())
+        assert torch.equal(w2[expert], linears[f"{name}.down_proj"].values.float())
+
+
+@pytest.mark.parametrize("group", [32, 64, 0])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_compressed_tensors(tmp_path: Path, group: int, symmetric: bool) -> None:
+    linears, path = compressed(tmp_path, group, symmetric)
+    experts = Checkpoint(path).experts(PREFIX)
+    assert (experts.w13_zero is None) == symmetric
+    assert experts.w13_scale.dtype == torch.bfloat16
+    check_values(experts, linears)
+
+
+def test_compressed_tensors_with_flat_metadata_and_a_group_for_experts(tmp_path: Path) -> None:
+    linears, path = compressed(tmp_path)
+    flat = {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": True}
+    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    (path / "config.json").write_text(json.dumps({"quantization_config": method | flat}))
+    check_values(Checkpoint(path).experts(PREFIX), linears)
+    groups = {
+        "others": {"targets": ["Linear"], "weights": {**flat, "num_bits": 8}},
+        "experts": {"targets": ["re:.*experts.*"], "weights": flat},
+    }
+    nested = {
+        "text_config": {"num_experts": EXPERTS, "quantization_config": method | {"config_groups": groups}}
+    }
+    (path / "config.json").write_text(json.dumps(nested))
+    check_values(Checkpoint(path).experts(PREFIX), linears)
+
+
+def test_biases_of_single_linears_are_stacked(tmp_path: Path) -> None:
+    linears = layer(32, True)
+    tensors = gptq_tensors(linears, 1)
+    biases = {f"{name}.bias": torch.randn(one.codes.shape[0]) for name, one in linears.items()}
+    experts = Checkpoint(write(tmp_path, tensors | biases, gptq_config(32, True, 1))).experts(PREFIX)
+    assert experts.w13_bias is not None
+    assert torch.equal(experts.w13_bias[1, INTERMEDIATE:], biases[f"{PREFIX}.1.up_proj.bias"])
+    assert experts.w2_bias is not None
+    assert torch.equal(experts.w2_bias[2], biases[f"{PREFIX}.2.down_proj.bias"])
+    del biases[f"{PREFIX}.1.up_proj.bias"]
+    path = write(tmp_path, tensors | biases, gptq_config(32, True, 1))
+    with pytest.raises(CheckpointError, match=r"missing tensor .*1\.up_proj\.bias"):
+        Checkpoint(path).experts(PREFIX)
+
+
+@pytest.mark.parametrize("group", [32, 64, 0])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_both_versions_of_gptq_give_the_same_weights(tmp_path: Path, group: int, symmetric: bool) -> None:
+    linears = layer(group, symmetric)
+    both = []
+    for version in (1, 2):
+        config = gptq_config(group, symmetric, version)
+        path = write(tmp_path / str(version), gptq_tensors(linears, version), config)
+        both.append(Checkpoint(path).experts(PREFIX))
+        check_values(both[-1], linears)
+    assert (both[0].w13_zero is None) == symmetric
+    if not symmetric:  # a zero point of 0 is stored as 15 by version 1
+        assert int(both[0].w13_zero.min()) == 0  # type: ignore[union-attr]
+        assert torch.equal(both[0].w13_zero, both[1].w13_zero)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("stored", "label"), [(2, "gptq"), (1, "gptq_v2")])
+@pytest.mark.parametrize("declared_symmetric", [True, False])
+def test_a_gptq_label_that_contradicts_the_zero_points_is_refused(
+    tmp_path: Path, stored: int, label: str, declared_symmetric: bool
+) -> None:
+    linears = layer(32, True)
+    config = gptq_config(32, declared_symmetric, 1, checkpoint_format=label)
+    path = write(tmp_path, gptq_tensors(linears, stored), config)
+    wrong = {"gptq": 9, "gptq_v2": 7}[label]
+    other = {"gptq": "gptq_v2", "gptq_v2": "gptq"}[label]
+    with pytest.raises(
+        CheckpointError,
+        match=rf"0\.gate_proj\.qzeros: zero points {wrong} to {wrong} when read as '{label}'; allowed: .*"
+        rf"pass gptq_format='{other}'",
+    ):
+        Checkpoint(path).experts(PREFIX)
+    check_values(Checkpoint(path).experts(PREFIX, gptq_format=other), linears)
+    if not declared_symmetric:
+        taken = Checkpoint(path).experts(PREFIX, gptq_format=label)
+        assert taken.w13_zero is not None
+        assert taken.w13_zero.unique().tolist() == [wrong]
+
+
+def test_gptq_with_activation_order_is_refused(tmp_path: Path) -> None:
+    tensors = gptq_tensors(layer(32, True), 1)
+    name = f"{PREFIX}.1.up_proj.g_idx"
+    tensors[name] = tensors[name].flip(0)
+    path = write(tmp_path, tensors, gptq_config(32, True, 1, desc_act=True))
+    with pytest.raises(CheckpointError, match=r"1\.up_proj\.g_idx: inputs in another order; .*desc_act"):
+        Checkpoint(path).experts(PREFIX)
+
+
+def broken(tmp_path: Path, kind: str, **changes: Tensor | None) -> Checkpoint:
+    """A checkpoint of one kind with some of its tensors (named by their last parts) changed or left out."""
+    if kind == "compressed":
+        linears = layer(32, True)
+        tensors = {k: v for name, one in linears.items() for k, v in one.compressed(name, True).items()}
+        config = compressed_config(32, True)
+    else:
+        tensors, config = gptq_tensors(layer(32, True), 1), gptq_config(32, True, 1)
+    for name, value in changes.items():
+        tensors.pop(f"{PREFIX}.{name}", None)
+        if value is not None:
+            tensors[f"{PREFIX}.{name}"] = value
+    return Checkpoint(write(tmp_path, tensors, config))
+
+
+def scales(groups: int) -> Tensor:
+    return torch.ones(INTERMEDIATE, groups, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "text"),
+    [
+        (
+            "compressed",
+            {"2.down_proj.weight_packed": None},
+            "missing tensor " + PREFIX + ".2.down_proj.weight_packed",
+        ),
+        (
+            "compressed",
+            {"1.up_proj.weight_scale": None},
+            "missing tensor " + PREFIX + ".1.up_proj.weight_scale",
+        ),
+        (
+            "compressed",
+            {"0.gate_proj.weight_scale": scales(2)},
+            "0.gate_proj.weight_scale: scale of shape [64, 2] for K=128; allowed: group_size 32 (config.json)",
+        ),
+        (
+            "compressed",
+            {"0.gate_proj.weight_scale": scales(3)},
+            "scale of shape [64, 3] for K=128; allowed: groups of 32, 64, 128 or one group a row, group_size 32",
+        ),
+        (
+            "compressed",
+            {"1.gate_proj.weight_scale": scales(2)},
+            "1.gate_proj.weight_scale: shape [64, 2]; allowed: [64, 4]",
+        ),
+        (
+            "compressed",
+            {"1.gate_proj.weight_scale": scales(4).float()},
+            "1.gate_proj.weight_scale: dtype F32; allowed: bfloat16",
+        ),
+        (
+            "compressed",
+            {"0.gate_proj.weight_packed": torch.zeros(64, 64, dtype=torch.uint8)},
+            "0.gate_proj.weight_packed: dtype U8; allowed: int32",
+        ),
+        (
+            "compressed",
+            {"1.up_proj.weight_shape": torch.tensor([64, 120])},
+            "1.up_proj.weight_shape: [64, 120]; allowed: [64, 128]",
+        ),
+        (
+            "compressed",
+            {"0.gate_proj.weight_zero_point": torch.zeros(8, 4, dtype=torch.int32)},
+            "weight_zero_point: zero points in a symmetric checkpoint; allowed: none with symmetric=true",
+        ),
+        (
+            "compressed",
+            {"3.gate_proj.weight_packed": torch.zeros(64, 16, dtype=torch.int32)},
+            "3.gate_proj.weight_packed: expert 3; allowed: 3 experts (config.json)",
+        ),
+        ("gptq", {"0.down_proj.qzeros": None}, "missing tensor " + PREFIX + ".0.down_proj.qzeros"),
+        (
+            "gptq",
+            {"0.gate_proj.scales": torch.ones(1, INTERMEDIATE, dtype=torch.float16)},
+            "0.gate_proj.scales: scale of shape [1, 64] for K=128; allowed: group_size 32 (config.json)",
+        ),
+        (
+            "gptq",
+            {"0.gate_proj.qzeros": torch.ones(4, 7, dtype=torch.int32)},
+            "0.gate_proj.qzeros: shape [4, 7]; allowed: [4, 8]",
+        ),
+    ],
+)
+def test_a_broken_tensor_is_named(tmp_path: Path, kind: str, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(text)) as caught:
+        broken(tmp_path, kind, **changes).experts(PREFIX)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({}, "quant_method None; allowed: mxfp4, compressed-tensors, gptq; pass scheme="),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'; allowed: mxfp4"),
+        (compressed_config(32, True, num_bits=8), "8 bits; allowed: 4 bits"),
+        (compressed_config(32, True, type="float"), "type 'float', strategy 'group'; allowed: type 'int'"),
+        (
+            compressed_config(32, True, strategy="tensor"),
+            "strategy 'tensor'; allowed: type 'int', strategy 'group'",
+        ),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}},
+            "format 'nvfp4-pack-quantized'; allowed: 'pack-quantized'",
+        ),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "config_groups": {"a": {"targets": ["re:.*attn.*"]}},
+                }
+            },
+            "0 config_groups for model.layers.0.mlp.experts.0.gate_proj; allowed: one",
+        ),
+        (
+            gptq_config(32, True, 1, checkpoint_format="marlin"),
+            "checkpoint_format 'marlin'; allowed: gptq, gptq_v2",
+        ),
+        (gptq_config(32, True, 1, bits=8), "8 bits; allowed: 4 bits"),
+    ],
+)
+def test_unknown_metadata_is_refused(tmp_path: Path, config: dict[str, Any], text: str) -> None:
+    _, path = compressed(tmp_path)
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=re.escape(text)) as caught:
+        Checkpoint(path).experts(PREFIX)
+    assert "config.json: quantization_config" in str(caught.value)
+
+
+def test_options_of_other_schemes_are_refused(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(compressed(tmp_path)[1])
+    with pytest.raises(CheckpointError, match="gptq_format='gptq'; allowed: gptq, gptq_v2 for scheme 'gptq'"):
+        checkpoint.experts(PREFIX, gptq_format="gptq")
+    with pytest.raises(
+        CheckpointError, match="scale_bias=125 for scheme 'compressed_tensors'; allowed: MXFP4"
+    ):
+        checkpoint.experts(PREFIX, scale_bias=125)
+    with pytest.raises(CheckpointError, match=r"missing tensor model\.layers\.7\.mlp\.experts\.0\.gate_proj"):
+        checkpoint.experts("model.layers.7.mlp.experts")
