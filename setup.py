@@ -1,4 +1,4 @@
-"""Builds the CPU kernel library: plain C++ with a C interface, no Python or torch headers, one unit per instruction set.
+"""Builds the CPU kernel library: plain C++, a C interface, no Python or torch headers, one unit per instruction set.
 
 The library is optional: where no C++ compiler works, the install still succeeds and the package runs its torch
 reference. CXX and CXXFLAGS are respected.
@@ -65,8 +65,8 @@ class BuildLibrary(build_ext):
     """One shared library beside the Python files, named without a Python version: any interpreter loads it."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        """The library's place in the package."""
-        return str(SOURCES / LIBRARY)
+        """The library's place in the package, or its name alone, as `fullname` is dotted or not."""
+        return str(Path(*fullname.split(".")[:-1], LIBRARY))
 
     def build_extension(self, ext: Extension) -> None:
         """Compiles and links; a failure is a message, not an error."""
@@ -78,11 +78,6 @@ class BuildLibrary(build_ext):
             self.warn(
                 f"the CPU kernels were not built ({error}); mxk_compile will run its torch reference on CPU"
             )
-
-    def copy_extensions_to_source(self) -> None:
-        """For editable installs; nothing to copy where nothing was built."""
-        if Path(self.build_lib, SOURCES, LIBRARY).exists():
-            super().copy_extensions_to_source()
 
 
 if __name__ == "__main__":

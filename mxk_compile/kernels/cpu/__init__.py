@@ -1,4 +1,4 @@
-"""CPU kernels of `mxk::moe`: packed weights read where they lie, by the library that `setup.py` builds beside this file.
+"""CPU kernels of `mxk::moe`: packed weights read where they lie, by the library that setup.py builds beside this file.
 
 What is computed, and how, stands in tile.h (numbers) and moe.cpp (schedule); this file only describes tensors to it.
 Importing it loads nothing: the library is opened at the first question.
@@ -32,22 +32,18 @@ GROUP = 32  # kGroup of tile.h: the library's unit of scales
 _logger = logging.getLogger("mxk_compile.kernels")
 
 # Enumerations and layout of abi.h.
-_DTYPES = {
-    dtype: index
-    for index, dtype in enumerate(
-        (
-            torch.uint8,
-            torch.int8,
-            torch.int16,
-            torch.int32,
-            torch.int64,
-            torch.uint16,
-            torch.uint32,
-            torch.uint64,
-        )
-        + (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    )
-}
+_INTEGERS = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_DTYPES = {dtype: index for index, dtype in enumerate((*_INTEGERS, *_FLOATS))}
 _FORMATS = {name: index for index, name in enumerate(WEIGHT_FORMATS)}
 _ROW_ORDERS = {name: index for index, name in enumerate(ROW_ORDERS)}
 _ACTIVATIONS = {name: index for index, name in enumerate(ACTIVATIONS)}
@@ -129,7 +125,7 @@ def supports(desc: MoEDesc) -> str | None:
         if size % 2 or size == 0:
             return f"CPU kernels: {name} = {size}; allowed: even sizes"
         if group % GROUP and group < size:
-            return f"CPU kernels: {group} values a scale along {name}; allowed: multiples of {GROUP}, or one scale a row"
+            return f"CPU kernels: {group} values a scale along {name}; allowed: multiples of {GROUP}, or a scale a row"
     return None
 
 
