@@ -378,10 +378,10 @@ void thread_body(void* data, int thread) {
 bool lay_out(Slab& s, int64_t tokens) {
   const MxkMoe& c = *s.call;
   const int64_t routes = tokens * c.top_k, widest = c.hidden > c.intermediate ? c.hidden : c.intermediate;
-  const int64_t groups = groups_of(widest);
   const int64_t x_bytes = vector_bytes(c.hidden), h_bytes = vector_bytes(c.intermediate);
   const size_t per_thread = 2 * Arena::bytes_for<float>(kTileTokens * 16) + Arena::bytes_for<float>(routes * 16) +
-                            Arena::bytes_for<float>(groups * 32) + Arena::bytes_for<float>(groups * 32);
+                            Arena::bytes_for<float>(scales_capacity(widest) * 16) +
+                            Arena::bytes_for<uint8_t>(scales_capacity(widest) * 16) + Arena::bytes_for<float>(widest);
   const size_t shared = 2 * Arena::bytes_for<int64_t>(routes) + Arena::bytes_for<float>(routes) +
                         2 * Arena::bytes_for<int64_t>(c.experts + 1) + Arena::bytes_for<Vector>(tokens) +
                         Arena::bytes_for<Vector>(routes) + 3 * Arena::bytes_for<void*>(routes) +
@@ -401,7 +401,9 @@ bool lay_out(Slab& s, int64_t tokens) {
     scratch.gate = reinterpret_cast<float(*)[16]>(arena.take<float>(kTileTokens * 16));
     scratch.up = reinterpret_cast<float(*)[16]>(arena.take<float>(kTileTokens * 16));
     scratch.partial = reinterpret_cast<float(*)[16]>(arena.take<float>(routes * 16));
-    scratch.tile.scales = arena.take<float>(groups * 32), scratch.tile.row = arena.take<float>(groups * 32);
+    scratch.tile.scales = arena.take<float>(scales_capacity(widest) * 16);
+    scratch.tile.zeros = arena.take<uint8_t>(scales_capacity(widest) * 16);
+    scratch.tile.row = arena.take<float>(widest);
   }
   for (int64_t r = 0; r < routes; ++r) s.h_of[r] = &s.h[r], s.h_row[r] = reinterpret_cast<float*>(s.h_memory + r * h_bytes);
   return true;

@@ -20,7 +20,7 @@ constexpr int kTileTokens = 128;  // tokens of one tile call: 2 x 8 KiB of accum
 
 struct GroupMeta {
   float scale;         // value of one unit of the integers
-  int32_t correction;  // minus the sum of the group's integers, times the offset of the weight codes
+  int32_t correction;  // minus the sum of the group's integers times Coding::offset; fp32 bits with zero points
 };
 
 // A prepared vector: for each group of 32 a record of its digits, most significant first, [digits][32], then GroupMeta.
@@ -43,10 +43,11 @@ inline int64_t vector_bytes(int64_t n) { return (groups_of(n) * kGroup * 4 + 63)
 struct Coding {
   int32_t offset;
   float unit;
+  bool zero_points;
 };
 inline Coding coding_of(int64_t format, bool zero_points) {
-  if (format == MXK_MXFP4) return {12, 0.5f};  // twice the E2M1 values, -12 .. 12
-  return {zero_points ? 1 : 8, 1.0f};
+  if (format == MXK_MXFP4) return {12, 0.5f, false};  // twice the E2M1 values, -12 .. 12
+  return {zero_points ? 1 : 8, 1.0f, zero_points};
 }
 
 // Up to 16 output rows of one packed matrix. Not transposed: `weight` is the first row's line and *_step lead from row to
@@ -70,9 +71,12 @@ struct Tile {
   int64_t ahead_bytes[2];
 };
 
+inline int64_t scales_capacity(int64_t columns) { return (groups_of(columns) + 31) / 32 * 32; }
+
 // Scratch of one thread.
 struct TileScratch {
-  float* scales;   // [groups][16], then zeros [groups][16]
+  float* scales;   // [scales_capacity(columns)][16]
+  uint8_t* zeros;  // the same
   float* row;      // one dequantised row
 };
 

@@ -1,0 +1,248 @@
+// AVX-512: scales, zero points and weight codes of a tile, one output row per lane. Included by isa_avx512.cpp alone.
+#pragma once
+#include <immintrin.h>
+
+#include "exact.h"
+
+namespace {
+
+// 16 x 16 dwords.
+inline void transpose(__m512i (&r)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+// ---- scales and zero points ----------------------------------------------------------------------------------------
+
+// to[count][16] = bytes [16][count] of rows `step` apart. With Check, the rows that hold an E8M0 byte of which a
+// product with some code is no ordinary number: 0, 253, 254 (times 6 leaves the range), 255.
+template <bool Check>
+inline uint32_t transpose_bytes(const uint8_t* base, int64_t step, int rows, int64_t count, uint8_t* to) {
+  alignas(64) static const struct Order {
+    uint8_t at[64];
+    Order() {  // byte group 4i + lane of row j -> byte j of dword i of the lane
+      for (int lane = 0; lane < 4; ++lane)
+        for (int i = 0; i < 4; ++i)
+          for (int j = 0; j < 4; ++j) at[lane * 16 + i * 4 + j] = uint8_t(j * 16 + 4 * i + lane);
+    }
+  } kOrder;
+  const __m512i order = _mm512_load_si512(kOrder.at);
+  uint32_t special = 0;
+  for (int64_t first = 0; first < count; first += 16) {
+    const __mmask16 mask = count - first >= 16 ? 0xffff : (1u << (count - first)) - 1;
+    __m512i z[4];
+    for (int q = 0; q < 4; ++q) {
+      __m128i row[4];
+      for (int j = 0; j < 4; ++j)
+        row[j] = _mm_maskz_loadu_epi8(mask, base + (4 * q + j < rows ? 4 * q + j : 0) * step + first);
+      z[q] = _mm512_inserti32x4(_mm512_castsi128_si512(row[0]), row[1], 1);
+      z[q] = _mm512_inserti32x4(_mm512_inserti32x4(z[q], row[2], 2), row[3], 3);
+      if (Check) {
+        const __m512i less = _mm512_sub_epi8(z[q], _mm512_set1_epi8(1));
+        const uint64_t odd = _mm512_cmpgt_epu8_mask(less, _mm512_set1_epi8(char(251))) & (mask * 0x0001000100010001u);
+        if (__builtin_expect(odd != 0, 0))
+          for (int j = 0; j < 4; ++j) special |= uint32_t((odd >> 16 * j & 0xffff) != 0) << (4 * q + j);
+      }
+      z[q] = _mm512_permutexvar_epi8(order, z[q]);
+    }
+    const __m512i a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]);
+    const __m512i c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
+    _mm512_store_si512(to + first * 16, _mm512_unpacklo_epi64(a, c));
+    _mm512_store_si512(to + first * 16 + 64, _mm512_unpackhi_epi64(a, c));
+    _mm512_store_si512(to + first * 16 + 128, _mm512_unpacklo_epi64(b, d));
+    _mm512_store_si512(to + first * 16 + 192, _mm512_unpackhi_epi64(b, d));
+  }
+  return special;
+}
+
+constexpr int kNotFinite = 0x99;  // vfpclassps: quiet and signalling NaN, both infinities
+
+// to[count][16] = fp32 of scales [16][count]; returns the rows that hold inf or NaN.
+inline uint32_t transpose_floats(const Tile& tile, int64_t count, float* to) {
+  uint32_t special = 0;
+  if (tile.scale_dtype == MXK_BF16) {  // two scales a dword
+    for (int64_t first = 0; first < count; first += 32) {
+      const __mmask32 mask = count - first >= 32 ? 0xffffffffu : (1u << (count - first)) - 1;
+      const __m512i exponent = _mm512_set1_epi16(0x7f80);
+      __m512i v[16];
+      for (int r = 0; r < 16; ++r) {
+        v[r] = _mm512_maskz_loadu_epi16(mask, tile.scale + (r < tile.rows ? r : 0) * tile.scale_step + 2 * first);
+        special |= uint32_t(_mm512_cmpeq_epi16_mask(_mm512_and_si512(v[r], exponent), exponent) != 0) << r;
+      }
+      transpose(v);
+      for (int i = 0; i < 16; ++i) {
+        _mm512_store_si512(to + (first + 2 * i) * 16, _mm512_slli_epi32(v[i], 16));
+        _mm512_store_si512(to + (first + 2 * i + 1) * 16, _mm512_and_si512(v[i], _mm512_set1_epi32(int(0xffff0000))));
+      }
+    }
+    return special;
+  }
+  for (int64_t first = 0; first < count; first += 16) {
+    const __mmask16 mask = count - first >= 16 ? 0xffff : (1u << (count - first)) - 1;
+    __m512i v[16];
+    for (int r = 0; r < 16; ++r) {
+      const uint8_t* row = tile.scale + (r < tile.rows ? r : 0) * tile.scale_step;
+      const __m512 value = tile.scale_dtype == MXK_F32 ? _mm512_maskz_loadu_ps(mask, row + 4 * first)
+                                                       : _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, row + 2 * first));
+      special |= uint32_t(_mm512_fpclass_ps_mask(value, kNotFinite) != 0) << r;
+      v[r] = _mm512_castps_si512(value);
+    }
+    transpose(v);
+    for (int i = 0; i < 16; ++i) _mm512_store_si512(to + (first + i) * 16, v[i]);
+  }
+  return special;
+}
+
+// Scales and zero points of a tile by group: E8M0 bytes or fp32 [groups][16], zero points as bytes [groups][16].
+class Scales {
+ public:
+  Scales(const Tile& tile, const TileScratch& scratch) : tile_(tile), scales_(scratch.scales), zeros_(scratch.zeros) {
+    const int64_t count = (tile.columns + tile.group - 1) / tile.group;
+    step_ = tile.group >= tile.columns ? groups_of(tile.columns) : tile.group / kGroup;
+    if (tile.transposed)
+      load_lines(count);
+    else if (tile.scale_dtype == MXK_U8)
+      special_ = transpose_bytes<true>(tile.scale, tile.scale_step, tile.rows, count, reinterpret_cast<uint8_t*>(scales_));
+    else
+      special_ = transpose_floats(tile, count, scales_);
+    if (tile.zero && !tile.transposed) transpose_bytes<false>(tile.zero, tile.zero_step, tile.rows, count, zeros_);
+  }
+
+  uint32_t special() const { return special_; }  // rows whose scales need exact.h
+
+  // Of the 32 columns of group g.
+  void get(int64_t g, float* scales, float* zeros) const {
+    const int64_t at = (step_ == 1 ? g : int64_t(uint32_t(g) / uint32_t(step_))) * 16;
+    const uint8_t* e8m0 = reinterpret_cast<const uint8_t*>(scales_) + at;
+    const __m512i value = tile_.scale_dtype == MXK_U8
+                              ? _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)e8m0)), 23)
+                              : _mm512_load_si512(scales_ + at);
+    _mm512_store_si512(scales, value);
+    if (tile_.zero)
+      _mm512_store_ps(zeros, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)(zeros_ + at)))));
+  }
+
+ private:
+  void load_lines(int64_t count) {
+    const int rows = tile_.rows;
+    for (int64_t u = 0; u < count; ++u) {
+      float* to = scales_ + u * 16;
+      if (tile_.scale_dtype == MXK_BF16) {
+        const uint8_t* line = tile_.scale + u * tile_.scale_step + tile_.column0 * 2;
+        const __m512i v = tile_.column_step == 1
+                              ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16((1u << rows) - 1), line))
+                              : _mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << (2 * rows - 1)) - 1), line);
+        _mm512_store_si512(to, _mm512_slli_epi32(v, 16));
+      } else {
+        for (int r = 0; r < 16; ++r) to[r] = r < rows ? scale_of(tile_, r, u) : 0.0f;
+      }
+      special_ |= _mm512_fpclass_ps_mask(_mm512_load_ps(to), kNotFinite);
+      if (tile_.zero == nullptr) continue;
+      const uint8_t* line = tile_.zero + u * tile_.zero_step;
+      __m128i zeros;
+      if (tile_.zero_dtype == MXK_U8) {
+        const __m256i v = _mm256_maskz_loadu_epi8(__mmask32((uint64_t(1) << (tile_.column_step * (rows - 1) + 1)) - 1),
+                                                  line + tile_.column0);
+        zeros = tile_.column_step == 1 ? _mm256_castsi256_si128(v) : _mm256_cvtepi16_epi8(v);
+      } else {
+        const __m128i v = _mm_maskz_loadu_epi8(nibble_bytes(tile_), line + tile_.column0 / 2);
+        const __m256i wide = _mm256_cvtepu8_epi16(v);
+        const __m128i pairs = _mm256_castsi256_si128(_mm256_or_si256(wide, _mm256_slli_epi16(wide, 4)));
+        zeros = tile_.column_step == 1 ? pairs : tile_.column0 & 1 ? _mm_srli_epi16(v, 4) : v;
+        zeros = _mm_and_si128(zeros, _mm_set1_epi8(15));
+      }
+      _mm_store_si128(reinterpret_cast<__m128i*>(zeros_ + u * 16), zeros);
+    }
+  }
+
+ public:
+  // Bytes of a line of nibbles that hold the tile's columns: 8 adjacent, or 16 if every other column is the tile's.
+  static __mmask16 nibble_bytes(const Tile& tile) {
+    const int bytes = tile.column_step == 1 ? (tile.rows + 1) / 2 : tile.rows;
+    return __mmask16((1u << bytes) - 1);
+  }
+
+ private:
+  const Tile& tile_;
+  float* scales_;
+  uint8_t* zeros_;
+  int64_t step_;  // groups of 32 that share a scale
+  uint32_t special_ = 0;
+};
+
+// ---- weight codes --------------------------------------------------------------------------------------------------
+
+// Unsigned bytes of the 16 codes (Coding of tile.h), four times over: vpermb looks at the low 6 bits of an index, so a
+// nibble may have anything above it.
+inline __m512i code_table(int64_t format) {
+  alignas(16) uint8_t bytes[16];
+  for (int code = 0; code < 16; ++code)
+    bytes[code] = uint8_t(format == MXK_MXFP4 ? kTwiceE2M1[code] + 12 : format == MXK_INT4 ? code ^ 8 : code);
+  return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+}
+
+// w[4 groups][8] from the next 64 bytes, or `bytes` if fewer, of 16 rows: dword d of a row holds codes 8d .. 8d + 7.
+inline void unpack_rows(const uint8_t* const* rows, int64_t at, int64_t bytes, __m512i table, __m512i* w) {
+  __m512i v[16];
+  if (bytes >= 64) {
+    for (int r = 0; r < 16; ++r) v[r] = _mm512_loadu_si512(rows[r] + at);
+  } else {
+    const __mmask64 mask = (uint64_t(1) << bytes) - 1;
+    for (int r = 0; r < 16; ++r) v[r] = _mm512_maskz_loadu_epi8(mask, rows[r] + at);
+  }
+  transpose(v);
+  for (int i = 0; i < 16; ++i) {
+    w[2 * i] = _mm512_permutexvar_epi8(v[i], table);
+    w[2 * i + 1] = _mm512_permutexvar_epi8(_mm512_srli_epi32(v[i], 4), table);
+  }
+}
+
+// w[8] of group g from the lines of a transposed matrix: byte j of lane n is line k = 8d + 2j (or + 1) of column n.
+inline void unpack_lines(const Tile& tile, int64_t g, __m512i table, __m512i* w) {
+  const __mmask16 tail = Scales::nibble_bytes(tile);
+  const uint8_t* base = tile.weight + g * kGroup * tile.weight_step + tile.column0 / 2;
+  const int64_t lines = tile.columns - g * kGroup < kGroup ? tile.columns - g * kGroup : kGroup;
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (int d = 0; d < 4; ++d)
+    for (int half = 0; half < 2; ++half) {
+      const __m512i first = tile.column_step == 1 ? _mm512_srli_epi32(lane, 1) : lane;  // byte of the column in its line
+      const __m512i index = _mm512_add_epi32(_mm512_mullo_epi32(first, _mm512_set1_epi32(0x01010101)),
+                                             _mm512_set1_epi32(0x30201000));
+      __m512i v = _mm512_setzero_si512();
+      for (int j = 0; j < 4; ++j) {
+        const int k = 8 * d + 2 * j + half;
+        if (k >= lines) break;
+        const uint8_t* line = base + k * tile.weight_step;
+        _mm_prefetch(reinterpret_cast<const char*>(line + kGroup * tile.weight_step), _MM_HINT_T0);
+        const __m128i bytes = _mm_maskz_loadu_epi8(tail, line);
+        v = _mm512_mask_broadcast_i32x4(v, __mmask16(15 << 4 * j), bytes);
+      }
+      v = _mm512_permutexvar_epi8(index, v);
+      const __m512i shift = tile.column_step == 1 ? _mm512_slli_epi32(_mm512_and_si512(lane, _mm512_set1_epi32(1)), 2)
+                                                  : _mm512_set1_epi32(tile.column0 & 1 ? 4 : 0);
+      w[2 * d + half] = _mm512_permutexvar_epi8(_mm512_srlv_epi32(v, shift), table);
+    }
+}
+
+}  // namespace
