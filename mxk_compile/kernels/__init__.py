@@ -24,10 +24,30 @@ def _say_once(reason: str) -> None:
     _logger.warning("mxk::moe runs its torch reference: %s", reason)
 
 
+_verdicts: dict[Any, str | None] = {}
+"""`supports` of the calls seen so far, by everything but T: checking a call anew would cost as much as a small one."""
+
+
 def _moe(*args: Any, **attributes: Any) -> Tensor:
+    hidden_states, topk_ids, topk_weights, *weights = args
+    fits = hidden_states.shape[0] == topk_ids.shape[0] and topk_ids.shape == topk_weights.shape
+    shapes = [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in weights]
+    key = (
+        *(hidden_states.shape[1:], hidden_states.dtype, topk_ids.shape[1:], topk_ids.dtype, topk_ids.device),
+        *(topk_weights.dtype, topk_weights.device, *shapes, *attributes.items()),
+    )
+    if not fits or key not in _verdicts:
+        _verdicts[key] = supports(MoEDesc.from_call(*args, **attributes))
+    return _run(_verdicts[key], *args, **attributes)
+
+
+def _moe_lists(*args: Any, **attributes: Any) -> Tensor:
+    # Checked in every call: each expert brings its own tensors.
+    return _run(supports(MoEDesc.from_call(*args, **attributes)), *args, **attributes)
+
+
+def _run(reason: str | None, *args: Any, **attributes: Any) -> Tensor:
     """A fused kernel where one supports the call, else the fp32 torch reference, which says why once."""
-    desc = MoEDesc.from_call(*args, **attributes)
-    reason = supports(desc)
     if reason is None:
         return cpu.moe(*args, **attributes)
     _say_once(reason)
@@ -36,4 +56,4 @@ def _moe(*args: Any, **attributes: Any) -> Tensor:
 
 for _key in ("CPU", "CUDA"):
     library.impl("moe", _moe, _key)
-    library.impl("moe.lists", _moe, _key)
+    library.impl("moe.lists", _moe_lists, _key)
