@@ -14,7 +14,10 @@ from mxk_compile.ops import library
 from mxk_compile.ops.formats.mxfp4 import BLOCK as MXFP4_BLOCK_SIZE
 from mxk_compile.variants import ACTIVATIONS, PACK_DIMS, ROW_ORDERS, WEIGHT_FORMATS
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_INTEGERS = (
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+)
 _SCALES = (torch.bfloat16, torch.float16, torch.float32)
 _VALUES_PER_ELEMENT = {torch.uint8: 2, torch.int32: 8}
 
@@ -66,7 +69,7 @@ def check_moe(
     if hidden_states.dim() != 2 or not hidden_states.is_floating_point():
         _refuse("hidden_states", _text(hidden_states), "[T, K], floating point")
     if topk_ids.dim() != 2 or topk_ids.dtype not in _INTEGERS:
-        _refuse("topk_ids", _text(topk_ids), "[T, k], int64, int32, int16, int8 or uint8")
+        _refuse("topk_ids", _text(topk_ids), "[T, k], an integer dtype such as int64 or int32")
     if topk_weights.dim() != 2 or not topk_weights.is_floating_point():
         _refuse("topk_weights", _text(topk_weights), "[T, k], floating point")
     num_tokens, hidden_size = hidden_states.shape
