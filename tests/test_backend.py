@@ -127,6 +127,19 @@ def test_dynamic(layer: Layer, recorder: Recorder, dynamic: bool) -> None:
     assert [node.fused for node in recorder.report.nodes] == ([True, False] if dynamic else [True, True, False])
 
 
+def test_lists_that_are_inputs(recorder: Recorder) -> None:
+    case = random_case(num_experts=2)
+
+    def call(x: Tensor, ids: Tensor, weights: Tensor, *lists: list[Tensor]) -> Tensor:
+        return torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights(
+            x, ids, weights, *lists, experts_min=0, experts_max=1, **MXFP4
+        )
+
+    w13, s13, w2, s2, *_ = case.lists
+    assert torch.equal(torch.compile(call, backend=recorder)(*case.routing, w13, w2, s13, s2), case.fused())
+    assert recorder.report.num_fused == 1
+
+
 def test_reduce_overhead(layer: Layer, recorder: Recorder) -> None:
     if recorder.inner != "inductor":
         with pytest.raises(Exception, match="mode='reduce-overhead'"):
