@@ -11,26 +11,28 @@ constexpr int kLostPower = -10;                           // what 2 digits may l
 
 inline __m512 power_of_two(int exponent) { return _mm512_castsi512_ps(_mm512_set1_epi32((exponent + 127) << 23)); }
 
-// 2 x 16 int32 -> 32 bytes in the digit order of tile.h.
-inline void store_digits(int8_t* to, __m512i low, __m512i high) {
-  const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-  _mm_storeu_si128((__m128i*)to, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(low), order));
-  _mm_storeu_si128((__m128i*)(to + 16), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), order));
+// 2 x 16 int32 of a group -> their low bytes, even values to one plane, odd ones to the other.
+inline void store_digits(uint8_t* to, __m512i low, __m512i high) {
+  const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+  const __m128i a = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(low), order);
+  const __m128i b = _mm_shuffle_epi8(_mm512_cvtepi32_epi8(high), order);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_unpacklo_epi64(a, b));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to + kPlane), _mm_unpackhi_epi64(a, b));
 }
 
 // x - (signed low byte of x), as the next digits: (x + 128) >> 8.
 inline __m512i next_digit(__m512i x) { return _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8); }
 
+inline uint32_t group_mask(int64_t left) { return left >= kGroup ? 0xffffffffu : left <= 0 ? 0u : (1u << left) - 1; }
+
 // Group g of a vector as two registers of 16; absent values are zero.
 inline void load_group(const uint16_t* raw, int64_t g, int64_t n, __m512 (&x)[2]) {
-  const int64_t left = n - g * kGroup;
-  const __m512i v = _mm512_maskz_loadu_epi16(left >= kGroup ? 0xffffffffu : (1u << left) - 1, raw + g * kGroup);
+  const __m512i v = _mm512_maskz_loadu_epi16(group_mask(n - g * kGroup), raw + g * kGroup);
   x[0] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(v)), 16));
   x[1] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(v, 1)), 16));
 }
 inline void load_group(const float* raw, int64_t g, int64_t n, __m512 (&x)[2]) {
-  const int64_t left = n - g * kGroup;
-  const uint32_t mask = left >= kGroup ? 0xffffffffu : (1u << left) - 1;
+  const uint32_t mask = group_mask(n - g * kGroup);
   x[0] = _mm512_maskz_loadu_ps(__mmask16(mask), raw + g * kGroup);
   x[1] = _mm512_maskz_loadu_ps(__mmask16(mask >> 16), raw + g * kGroup + 16);
 }
@@ -77,20 +79,25 @@ bool needs_third_digit(const T* raw, int64_t n, int largest) {
 }
 
 template <int Digits, class T>
-void write_records(const T* raw, int64_t n, const Coding& coding, uint8_t* to) {
-  for (int64_t g = 0; g < groups_of(n); ++g, to += record_bytes(Digits)) {
-    __m512 x[2], scaled[2];
-    __m512i integers[2];
-    load_group(raw, g, n, x);  // all of it before the record is written: it may lie in the same place
-    const float unit = to_integers<Digits == 2 ? 14 : 21>(x, scaled, integers);
-    const int sum = _mm512_reduce_add_epi32(_mm512_add_epi32(integers[0], integers[1]));
-    GroupMeta meta = {unit * coding.unit, -coding.offset * sum};
-    if (coding.zero_points) meta.correction = int32_t(to_bits(float(-sum)));
-    for (int d = Digits - 1; d >= 0; --d) {
-      store_digits(reinterpret_cast<int8_t*>(to) + d * kGroup, integers[0], integers[1]);
-      integers[0] = next_digit(integers[0]), integers[1] = next_digit(integers[1]);
+void write_chunks(const T* raw, int64_t n, const Coding& coding, uint8_t* to) {
+  for (int64_t c = 0; c < chunks_of(n); ++c, to += chunk_bytes(Digits)) {
+    __m512i integers[4][2];
+    float units[4];
+    int32_t corrections[4];
+    for (int g = 0; g < 4; ++g) {  // all of it is read before the chunk is written: it may lie in the same place
+      __m512 x[2], scaled[2];
+      load_group(raw, c * 4 + g, n, x);
+      units[g] = to_integers<Digits == 2 ? 14 : 21>(x, scaled, integers[g]) * coding.unit;
+      const int sum = _mm512_reduce_add_epi32(_mm512_add_epi32(integers[g][0], integers[g][1]));
+      corrections[g] = coding.zero_points ? int32_t(to_bits(float(-sum))) : -coding.offset * sum;
     }
-    std::memcpy(to + Digits * kGroup, &meta, sizeof meta);
+    for (int g = 0; g < 4; ++g)
+      for (int d = Digits - 1; d >= 0; --d) {
+        store_digits(to + d * kDigit + g * 16, integers[g][0], integers[g][1]);
+        integers[g][0] = next_digit(integers[g][0]), integers[g][1] = next_digit(integers[g][1]);
+      }
+    std::memcpy(to + Digits * kDigit, units, 16);
+    std::memcpy(to + Digits * kDigit + 16, corrections, 16);
   }
 }
 
@@ -108,9 +115,9 @@ void prepare_values(const T* raw, bool wide, int64_t n, const Coding& coding, ui
   largest = largest == 0 ? 127 : largest >> 23;
   out->num_digits = needs_third_digit(raw, n, largest) ? 3 : 2;
   if (out->num_digits == 2)
-    write_records<2>(raw, n, coding, memory);
+    write_chunks<2>(raw, n, coding, memory);
   else
-    write_records<3>(raw, n, coding, memory);
+    write_chunks<3>(raw, n, coding, memory);
 }
 
 void prepare(const void* raw, bool wide, int64_t n, const Coding& coding, void* memory, Vector* out) {

@@ -35,18 +35,27 @@ inline void transpose(__m512i (&r)[16]) {
 
 // ---- scales and zero points ----------------------------------------------------------------------------------------
 
-// to[count][16] = bytes [16][count] of rows `step` apart. With Check, the rows that hold an E8M0 byte of which a
-// product with some code is no ordinary number: 0, 253, 254 (times 6 leaves the range), 255.
-template <bool Check>
+// How the 16 rows and the groups of a tile share the lanes of a register.
+enum Lanes {
+  kRows,       // one group: a row per lane
+  kRowGroups,  // a quad of rows in 4 groups: lane 4 g + i is group g of row i
+};
+
+// The bytes [16 rows][count] of rows `step` apart, by group: to[count][16 rows], or for kRowGroups by chunk and quad:
+// to[count / 16][4 quads][4 chunks][4 groups][4 rows]. With Check, the rows that hold an E8M0 byte of which a product
+// with some code is no ordinary number: 0, 253, 254 (times 6 leaves the range), 255.
+template <Lanes kLanes, bool Check>
 inline uint32_t transpose_bytes(const uint8_t* base, int64_t step, int rows, int64_t count, uint8_t* to) {
-  alignas(64) static const struct Order {
-    uint8_t at[64];
-    Order() {  // byte group 4i + lane of row j -> byte j of dword i of the lane
+  struct Order {
+    alignas(64) uint8_t at[64];
+    Order() {
       for (int lane = 0; lane < 4; ++lane)
         for (int i = 0; i < 4; ++i)
-          for (int j = 0; j < 4; ++j) at[lane * 16 + i * 4 + j] = uint8_t(j * 16 + 4 * i + lane);
+          for (int j = 0; j < 4; ++j)
+            at[lane * 16 + i * 4 + j] = uint8_t(j * 16 + (kLanes == kRows ? 4 * i + lane : 4 * lane + i));
     }
-  } kOrder;
+  };
+  static const Order kOrder;
   const __m512i order = _mm512_load_si512(kOrder.at);
   uint32_t special = 0;
   for (int64_t first = 0; first < count; first += 16) {
@@ -66,14 +75,23 @@ inline uint32_t transpose_bytes(const uint8_t* base, int64_t step, int rows, int
       }
       z[q] = _mm512_permutexvar_epi8(order, z[q]);
     }
-    const __m512i a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]);
-    const __m512i c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
-    _mm512_store_si512(to + first * 16, _mm512_unpacklo_epi64(a, c));
-    _mm512_store_si512(to + first * 16 + 64, _mm512_unpackhi_epi64(a, c));
-    _mm512_store_si512(to + first * 16 + 128, _mm512_unpacklo_epi64(b, d));
-    _mm512_store_si512(to + first * 16 + 192, _mm512_unpackhi_epi64(b, d));
+    if (kLanes == kRows) {
+      const __m512i a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]);
+      const __m512i c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
+      z[0] = _mm512_unpacklo_epi64(a, c), z[1] = _mm512_unpackhi_epi64(a, c);
+      z[2] = _mm512_unpacklo_epi64(b, d), z[3] = _mm512_unpackhi_epi64(b, d);
+    }
+    for (int q = 0; q < 4; ++q) _mm512_store_si512(to + first * 16 + q * 64, z[q]);
   }
   return special;
+}
+
+// 4 groups of 16 rows -> 4 quads of rows in 4 groups.
+inline void to_quads(__m512i (&v)[4]) {
+  const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x88), b = _mm512_shuffle_i32x4(v[2], v[3], 0x88);
+  const __m512i c = _mm512_shuffle_i32x4(v[0], v[1], 0xdd), d = _mm512_shuffle_i32x4(v[2], v[3], 0xdd);
+  v[0] = _mm512_shuffle_i32x4(a, b, 0x88), v[2] = _mm512_shuffle_i32x4(a, b, 0xdd);
+  v[1] = _mm512_shuffle_i32x4(c, d, 0x88), v[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
 }
 
 constexpr int kNotFinite = 0x99;  // vfpclassps: quiet and signalling NaN, both infinities
@@ -114,36 +132,62 @@ inline uint32_t transpose_floats(const Tile& tile, int64_t count, float* to) {
   return special;
 }
 
-// Scales and zero points of a tile by group: E8M0 bytes or fp32 [groups][16], zero points as bytes [groups][16].
+// Bytes of a line of nibbles that hold the tile's columns: 8 adjacent, or 16 if every other column is the tile's.
+inline __mmask16 nibble_bytes(const Tile& tile) {
+  const int bytes = tile.column_step == 1 ? (tile.rows + 1) / 2 : tile.rows;
+  return __mmask16((1u << bytes) - 1);
+}
+
+// Scales and zero points of a tile, handed out by chunks of 4 groups.
+template <Lanes kLanes>
 class Scales {
  public:
   Scales(const Tile& tile, const TileScratch& scratch) : tile_(tile), scales_(scratch.scales), zeros_(scratch.zeros) {
     const int64_t count = (tile.columns + tile.group - 1) / tile.group;
-    step_ = tile.group >= tile.columns ? groups_of(tile.columns) : tile.group / kGroup;
+    groups_ = groups_of(tile.columns);
+    step_ = tile.group >= tile.columns ? groups_ : tile.group / kGroup;
+    uint8_t* bytes = reinterpret_cast<uint8_t*>(scales_);
     if (tile.transposed)
       load_lines(count);
     else if (tile.scale_dtype == MXK_U8)
-      special_ = transpose_bytes<true>(tile.scale, tile.scale_step, tile.rows, count, reinterpret_cast<uint8_t*>(scales_));
+      special_ = transpose_bytes<kLanes, true>(tile.scale, tile.scale_step, tile.rows, count, bytes);
     else
       special_ = transpose_floats(tile, count, scales_);
-    if (tile.zero && !tile.transposed) transpose_bytes<false>(tile.zero, tile.zero_step, tile.rows, count, zeros_);
+    if (tile.zero && !tile.transposed)
+      transpose_bytes<kRows, false>(tile.zero, tile.zero_step, tile.rows, count, zeros_);
   }
 
   uint32_t special() const { return special_; }  // rows whose scales need exact.h
 
-  // Of the 32 columns of group g.
-  void get(int64_t g, float* scales, float* zeros) const {
-    const int64_t at = (step_ == 1 ? g : int64_t(uint32_t(g) / uint32_t(step_))) * 16;
-    const uint8_t* e8m0 = reinterpret_cast<const uint8_t*>(scales_) + at;
-    const __m512i value = tile_.scale_dtype == MXK_U8
-                              ? _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)e8m0)), 23)
-                              : _mm512_load_si512(scales_ + at);
-    _mm512_store_si512(scales, value);
-    if (tile_.zero)
-      _mm512_store_ps(zeros, _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)(zeros_ + at)))));
+  // scales, zeros [4][16] of the chunk that begins with group `first`; 0 for groups that do not exist.
+  void get(int64_t first, float* scales, float* zeros) const {
+    __m512i v[4];
+    if (tile_.scale_dtype == MXK_U8) {  // groups beyond the end were read as byte 0, and 0 << 23 is 0.0
+      const uint8_t* chunk = reinterpret_cast<const uint8_t*>(scales_);
+      chunk += kLanes == kRows ? first * 16 : first / 16 * 256 + first % 16 * 4;
+      for (int i = 0; i < 4; ++i) {
+        const __m128i* bytes = reinterpret_cast<const __m128i*>(chunk + i * (kLanes == kRows ? 16 : 64));
+        v[i] = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_load_si128(bytes)), 23);
+      }
+    } else {
+      for (int i = 0; i < 4; ++i)
+        v[i] = first + i < groups_ ? _mm512_load_si512(scales_ + shared(first + i) * 16) : _mm512_setzero_si512();
+      if (kLanes == kRowGroups) to_quads(v);
+    }
+    for (int i = 0; i < 4; ++i) _mm512_store_si512(scales + i * 16, v[i]);
+    if (tile_.zero == nullptr) return;
+    for (int i = 0; i < 4; ++i) {
+      const uint8_t* bytes = zeros_ + shared(first + i < groups_ ? first + i : first) * 16;
+      v[i] = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128((const __m128i*)bytes))));
+    }
+    if (kLanes == kRowGroups) to_quads(v);
+    for (int i = 0; i < 4; ++i) _mm512_store_si512(zeros + i * 16, v[i]);
   }
 
  private:
+  // Index of the scale that group g of 32 uses.
+  int64_t shared(int64_t g) const { return step_ == 1 ? g : int64_t(uint32_t(g) / uint32_t(step_)); }
+
   void load_lines(int64_t count) {
     const int rows = tile_.rows;
     for (int64_t u = 0; u < count; ++u) {
@@ -176,18 +220,11 @@ class Scales {
     }
   }
 
- public:
-  // Bytes of a line of nibbles that hold the tile's columns: 8 adjacent, or 16 if every other column is the tile's.
-  static __mmask16 nibble_bytes(const Tile& tile) {
-    const int bytes = tile.column_step == 1 ? (tile.rows + 1) / 2 : tile.rows;
-    return __mmask16((1u << bytes) - 1);
-  }
-
  private:
   const Tile& tile_;
   float* scales_;
   uint8_t* zeros_;
-  int64_t step_;  // groups of 32 that share a scale
+  int64_t groups_, step_;  // groups of 32, and how many of them share a scale
   uint32_t special_ = 0;
 };
 
@@ -202,25 +239,46 @@ inline __m512i code_table(int64_t format) {
   return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
 }
 
-// w[4 groups][8] from the next 64 bytes, or `bytes` if fewer, of 16 rows: dword d of a row holds codes 8d .. 8d + 7.
-inline void unpack_rows(const uint8_t* const* rows, int64_t at, int64_t bytes, __m512i table, __m512i* w) {
-  __m512i v[16];
+// The next 64 bytes, or `bytes` if fewer, of each row.
+inline void load_rows(const uint8_t* const* rows, int count, int64_t at, int64_t bytes, __m512i* v) {
   if (bytes >= 64) {
-    for (int r = 0; r < 16; ++r) v[r] = _mm512_loadu_si512(rows[r] + at);
+    for (int r = 0; r < count; ++r) v[r] = _mm512_loadu_si512(rows[r] + at);
   } else {
     const __mmask64 mask = (uint64_t(1) << bytes) - 1;
-    for (int r = 0; r < 16; ++r) v[r] = _mm512_maskz_loadu_epi8(mask, rows[r] + at);
+    for (int r = 0; r < count; ++r) v[r] = _mm512_maskz_loadu_epi8(mask, rows[r] + at);
   }
+}
+
+inline void unpack(__m512i dwords, __m512i table, __m512i* planes) {
+  planes[0] = _mm512_permutexvar_epi8(dwords, table);
+  planes[1] = _mm512_permutexvar_epi8(_mm512_srli_epi32(dwords, 4), table);
+}
+
+// w[4 groups][4 dwords][plane], lanes kRows.
+inline void unpack_rows(const uint8_t* const* rows, int64_t at, int64_t bytes, __m512i table, __m512i* w) {
+  __m512i v[16];
+  load_rows(rows, 16, at, bytes, v);
   transpose(v);
-  for (int i = 0; i < 16; ++i) {
-    w[2 * i] = _mm512_permutexvar_epi8(v[i], table);
-    w[2 * i + 1] = _mm512_permutexvar_epi8(_mm512_srli_epi32(v[i], 4), table);
+  for (int i = 0; i < 16; ++i) unpack(v[i], table, w + 2 * i);
+}
+
+// w[4 quads][4 dwords][plane], lanes kRowGroups: half the shuffles.
+inline void unpack_quads(const uint8_t* const* rows, int64_t at, int64_t bytes, __m512i table, __m512i* w) {
+  for (int q = 0; q < 4; ++q) {
+    __m512i v[4];
+    load_rows(rows + 4 * q, 4, at, bytes, v);
+    const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
+    const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+    unpack(_mm512_unpacklo_epi64(a, c), table, w + 8 * q);
+    unpack(_mm512_unpackhi_epi64(a, c), table, w + 8 * q + 2);
+    unpack(_mm512_unpacklo_epi64(b, d), table, w + 8 * q + 4);
+    unpack(_mm512_unpackhi_epi64(b, d), table, w + 8 * q + 6);
   }
 }
 
 // w[8] of group g from the lines of a transposed matrix: byte j of lane n is line k = 8d + 2j (or + 1) of column n.
 inline void unpack_lines(const Tile& tile, int64_t g, __m512i table, __m512i* w) {
-  const __mmask16 tail = Scales::nibble_bytes(tile);
+  const __mmask16 tail = nibble_bytes(tile);
   const uint8_t* base = tile.weight + g * kGroup * tile.weight_step + tile.column0 / 2;
   const int64_t lines = tile.columns - g * kGroup < kGroup ? tile.columns - g * kGroup : kGroup;
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

@@ -107,27 +107,25 @@ inline float dot(const float* row, const T* x, int64_t n) {
   return sums[0];
 }
 
-// The same from a vector's records: its integers times their unit. For fp32 vectors, which their records replace.
-inline float dot_records(const float* row, const Vector& x, int64_t n, float coding_unit) {
-  constexpr int kOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+// The same from a vector's chunks: its integers times their unit. For fp32 vectors, which their chunks replace.
+inline float dot_chunks(const float* row, const Vector& x, int64_t n, float coding_unit) {
   float sum = 0;
-  for (int64_t g = 0; g < groups_of(n); ++g) {
-    const uint8_t* record = x.records + g * record_bytes(x.num_digits);
-    GroupMeta meta;
-    std::memcpy(&meta, record + x.num_digits * kGroup, sizeof meta);
-    for (int i = 0; i < kGroup; ++i) {
-      const int64_t k = g * kGroup + i / 8 * 8 + kOrder[i % 8];
-      int32_t value = 0;
-      for (int d = 0; d < x.num_digits; ++d) value = value * 256 + int8_t(record[d * kGroup + i]);
-      if (k < n) sum += row[k] * (float(value) * meta.scale / coding_unit);
-    }
+  for (int64_t k = 0; k < n; ++k) {
+    const uint8_t* chunk = x.chunks + k / 128 * chunk_bytes(x.num_digits);
+    const int64_t group = k / kGroup % 4, i = k % kGroup;
+    float unit;
+    std::memcpy(&unit, chunk + x.num_digits * kDigit + group * 4, 4);
+    int32_t value = 0;
+    for (int d = 0; d < x.num_digits; ++d)
+      value = value * 256 + int8_t(chunk[d * kDigit + (i & 1) * kPlane + group * 16 + i / 2]);
+    sum += row[k] * (float(value) * unit / coding_unit);
   }
   return sum;
 }
 
 inline float dot(const float* row, const Vector& x, int64_t n, float coding_unit) {
   if (!x.wide) return dot(row, static_cast<const uint16_t*>(x.raw), n);
-  if (x.num_digits) return dot_records(row, x, n, coding_unit);
+  if (x.num_digits) return dot_chunks(row, x, n, coding_unit);
   return dot(row, static_cast<const float*>(x.raw), n);
 }
 

@@ -1,10 +1,13 @@
 // AVX-512 with VBMI and VNNI (Ice Lake and later, Zen 4 and later).
 //
-// A tile is 16 output rows, one per int32 lane. 64 packed bytes of each row are transposed as 16 x 16 dwords, so that
-// one register holds 8 codes of every row; vpermb turns its low and high nibbles into unsigned bytes, and vpdpbusd
-// multiplies them with a vector's digits, broadcast from memory. After 8 of these = 32 columns the int32 sums of the
-// digits are joined, made fp32 and scaled. Per 256 packed bytes, unpacking takes 28 instructions of the two 512-bit
-// ports whatever the number of vectors; a vector adds 21 (2 digits) or 31 (3).
+// A tile is 16 output rows; a step takes 64 packed bytes of each, 4 groups of 32 columns. Rows are transposed by dwords
+// so that a register holds 8 codes of one group for each lane, vpermb turns low and high nibbles into unsigned bytes,
+// and vpdpbusd multiplies them with a vector's digits. After 8 of these the int32 sums of the digits are joined, made
+// fp32 and scaled. Two ways to share the lanes (Lanes):
+//   kRowGroups  a quad of rows in the step's 4 groups. Half the shuffles, which all need one port; the digits take a
+//               shuffle per 4 dot products. For few vectors, which wait for memory or for that port.
+//   kRows       one group of 16 rows. Digits are broadcast from memory by the dot product itself. For many vectors.
+// Both add up a row's groups g, g + 4, g + 8, ... in four fp32 sums and join them in one order: results are the same.
 // vdpbf16ps, the obvious choice, has an eighth of the rate of vpdpbusd here (docs/performance/cpu.md).
 #include "tile.h"
 
@@ -27,88 +30,152 @@ inline __m512 broadcast(const uint8_t* at) {
   return _mm512_set1_ps(value);
 }
 
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
+constexpr int kMeta = 16;  // bytes from the units to the corrections of a chunk
+
+// ---- many vectors --------------------------------------------------------------------------------------------------
+
 // Groups multiplied side by side: enough sums in flight to cover the 5 cycles that a dot product takes.
 constexpr int groups_at_once(int digits, int count) {
   return count == 1 ? 4 : count <= 3 || (count == 4 && digits == 2) ? 2 : 1;
 }
 
-// `Groups` groups from unpacked weights w[group][8] for Count vectors: sums[t] += integer sums * unit * scales.
+// `Groups` groups, from weights w[group][8], of Count vectors: sums[t][group] += integer sums * unit * scales.
 template <int Digits, int Count, int Groups, bool Zero>
-inline __attribute__((always_inline)) void multiply(const __m512i* w, const uint8_t* const* records, const float* scales,
-                                                    const float* zeros, __m512 (&out)[Count]) {
-  __m512i sums[Groups][Count][Digits];
+inline __attribute__((always_inline)) void multiply(const __m512i* w, const uint8_t* const* chunks, int first,
+                                                    const float* scales, const float* zeros, float* const* sums) {
+  __m512i products[Groups][Count][Digits];
   for (int g = 0; g < Groups; ++g)
     for (int t = 0; t < Count; ++t)
       for (int d = 0; d < Digits; ++d)
-        sums[g][t][d] = d == Digits - 1 && !Zero
-                            ? _mm512_castps_si512(broadcast(records[t] + g * record_bytes(Digits) + Digits * kGroup + 4))
-                            : _mm512_setzero_si512();
+        products[g][t][d] = d == Digits - 1 && !Zero
+                                ? _mm512_castps_si512(broadcast(chunks[t] + Digits * kDigit + kMeta + (first + g) * 4))
+                                : _mm512_setzero_si512();
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i)
     for (int g = 0; g < Groups; ++g) {
-      const __m512i weights = w[g * 8 + i];
+      const __m512i weights = w[(first + g) * 8 + i];
       for (int t = 0; t < Count; ++t)
         for (int d = 0; d < Digits; ++d)
-          dot_add(sums[g][t][d], weights, records[t] + g * record_bytes(Digits) + d * kGroup + i * 4);
+          dot_add(products[g][t][d], weights, chunks[t] + d * kDigit + (i & 1) * kPlane + (first + g) * 16 + i / 2 * 4);
     }
   for (int g = 0; g < Groups; ++g)
     for (int t = 0; t < Count; ++t) {
-      const uint8_t* meta = records[t] + g * record_bytes(Digits) + Digits * kGroup;
-      __m512i sum = sums[g][t][0];
-      for (int d = 1; d < Digits; ++d) sum = _mm512_add_epi32(_mm512_slli_epi32(sum, 8), sums[g][t][d]);
-      __m512 value = _mm512_cvtepi32_ps(sum);
-      if (Zero) value = _mm512_fmadd_ps(_mm512_load_ps(zeros + g * 16), broadcast(meta + 4), value);
-      out[t] = _mm512_fmadd_ps(_mm512_mul_ps(value, broadcast(meta)), _mm512_load_ps(scales + g * 16), out[t]);
+      const uint8_t* meta = chunks[t] + Digits * kDigit + (first + g) * 4;
+      float* sum = sums[t] + (first + g) * 16;
+      __m512i product = products[g][t][0];
+      for (int d = 1; d < Digits; ++d) product = _mm512_add_epi32(_mm512_slli_epi32(product, 8), products[g][t][d]);
+      __m512 value = _mm512_cvtepi32_ps(product);
+      if (Zero) value = _mm512_fmadd_ps(_mm512_load_ps(zeros + (first + g) * 16), broadcast(meta + kMeta), value);
+      value = _mm512_mul_ps(value, broadcast(meta));
+      _mm512_store_ps(sum, _mm512_fmadd_ps(value, _mm512_load_ps(scales + (first + g) * 16), _mm512_load_ps(sum)));
     }
 }
 
-// `groups` <= 4 groups from group `first` on for Count vectors.
+// The first `groups` groups of chunk c for Count vectors.
 template <int Digits, int Count, bool Zero>
-void multiply_chunk(const __m512i* w, const Vector* const* vectors, float* const* out, int64_t first, int groups,
+void multiply_chunk(const __m512i* w, const Vector* const* vectors, float* const* sums, int64_t c, int groups,
                     const float* scales, const float* zeros) {
   constexpr int kAtOnce = groups_at_once(Digits, Count);
-  const uint8_t* records[Count];
-  __m512 sums[Count];
-  for (int t = 0; t < Count; ++t) {
-    records[t] = vectors[t]->records + first * record_bytes(Digits);
-    sums[t] = _mm512_load_ps(out[t]);
-  }
+  const uint8_t* chunks[Count];
+  for (int t = 0; t < Count; ++t) chunks[t] = vectors[t]->chunks + c * chunk_bytes(Digits);
   int g = 0;
-  const auto step = [&](int by) {
-    g += by;
-    for (int t = 0; t < Count; ++t) records[t] += by * record_bytes(Digits);
-  };
-  for (; g + kAtOnce <= groups; step(kAtOnce))
-    multiply<Digits, Count, kAtOnce, Zero>(w + g * 8, records, scales + g * 16, zeros + g * 16, sums);
+  for (; g + kAtOnce <= groups; g += kAtOnce) multiply<Digits, Count, kAtOnce, Zero>(w, chunks, g, scales, zeros, sums);
   if (kAtOnce > 1)
-    for (; g < groups; step(1)) multiply<Digits, Count, 1, Zero>(w + g * 8, records, scales + g * 16, zeros + g * 16, sums);
-  for (int t = 0; t < Count; ++t) _mm512_store_ps(out[t], sums[t]);
+    for (; g < groups; ++g) multiply<Digits, Count, 1, Zero>(w, chunks, g, scales, zeros, sums);
 }
 
 struct Batch {  // the vectors of one tile call that have the same number of digits
   const Vector* vectors[kTileTokens];
-  float* out[kTileTokens];
+  float* sums[kTileTokens];
   int count = 0;
 };
 
 // In blocks of up to 6 vectors, equal ones: 7 are 4 + 3.
 template <int Digits, bool Zero>
-void multiply_batch(const __m512i* w, const Batch& batch, int64_t first, int groups, const float* scales, const float* zeros) {
-  constexpr decltype(&multiply_chunk<Digits, 1, Zero>) kBlocks[] = {
+void multiply_batch(const __m512i* w, const Batch& batch, int64_t c, int groups, const float* scales, const float* zeros) {
+  static constexpr decltype(&multiply_chunk<Digits, 1, Zero>) kBlocks[] = {
       multiply_chunk<Digits, 1, Zero>, multiply_chunk<Digits, 2, Zero>, multiply_chunk<Digits, 3, Zero>,
       multiply_chunk<Digits, 4, Zero>, multiply_chunk<Digits, 5, Zero>, multiply_chunk<Digits, 6, Zero>};
   for (int t = 0, blocks = (batch.count + 5) / 6; blocks > 0; --blocks) {
     const int size = (batch.count - t + blocks - 1) / blocks;
-    kBlocks[size - 1](w, batch.vectors + t, batch.out + t, first, groups, scales, zeros);
+    kBlocks[size - 1](w, batch.vectors + t, batch.sums + t, c, groups, scales, zeros);
     t += size;
   }
 }
+
+// ---- few vectors ---------------------------------------------------------------------------------------------------
+
+// A chunk, from weights w[quad][dword][plane], of Count vectors: sums[t][quad] += integer sums * units * scales.
+template <int Digits, int Count, bool Zero>
+inline __attribute__((always_inline)) void multiply_quads(const __m512i* w, const uint8_t* const* chunks,
+                                                          const float* scales, const float* zeros, float* const* sums) {
+  const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);  // a group's value to its lanes
+  const auto meta = [&](int t, int at) {
+    const __m128 four = _mm_loadu_ps(reinterpret_cast<const float*>(chunks[t] + Digits * kDigit + at));
+    return _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(four));
+  };
+  __m512i products[Count][Digits][4];
+  for (int t = 0; t < Count; ++t) {
+    const __m512i start = Zero ? _mm512_setzero_si512() : _mm512_castps_si512(meta(t, kMeta));
+    for (int d = 0; d < Digits; ++d)
+      for (int q = 0; q < 4; ++q) products[t][d][q] = d == Digits - 1 ? start : _mm512_setzero_si512();
+  }
+  const auto step = [&](auto dword) {
+    constexpr int kDword = decltype(dword)::value;
+    for (int plane = 0; plane < 2; ++plane) {
+      __m512i weights[4];
+      for (int q = 0; q < 4; ++q) weights[q] = w[q * 8 + kDword * 2 + plane];
+      for (int t = 0; t < Count; ++t)
+        for (int d = 0; d < Digits; ++d) {
+          const __m512i digits = _mm512_shuffle_epi32(_mm512_loadu_si512(chunks[t] + d * kDigit + plane * kPlane),
+                                                      _MM_PERM_ENUM(kDword * 0x55));
+          for (int q = 0; q < 4; ++q) products[t][d][q] = _mm512_dpbusd_epi32(products[t][d][q], weights[q], digits);
+        }
+    }
+  };
+  step(Constant<0>()), step(Constant<1>()), step(Constant<2>()), step(Constant<3>());
+  for (int t = 0; t < Count; ++t) {
+    const __m512 units = meta(t, 0), corrections = Zero ? meta(t, kMeta) : _mm512_setzero_ps();
+    for (int q = 0; q < 4; ++q) {
+      __m512i product = products[t][0][q];
+      for (int d = 1; d < Digits; ++d) product = _mm512_add_epi32(_mm512_slli_epi32(product, 8), products[t][d][q]);
+      __m512 value = _mm512_cvtepi32_ps(product);
+      if (Zero) value = _mm512_fmadd_ps(_mm512_load_ps(zeros + q * 16), corrections, value);
+      value = _mm512_mul_ps(value, units);
+      float* sum = sums[t] + q * 16;
+      _mm512_store_ps(sum, _mm512_fmadd_ps(value, _mm512_load_ps(scales + q * 16), _mm512_load_ps(sum)));
+    }
+  }
+}
+
+template <int Digits, bool Zero>
+void multiply_few(const __m512i* w, const Batch& batch, int64_t c, const float* scales, const float* zeros) {
+  int t = 0;
+  const auto chunk = [&](int i) { return batch.vectors[i]->chunks + c * chunk_bytes(Digits); };
+  if (Digits == 2)
+    for (; t + 2 <= batch.count; t += 2) {
+      const uint8_t* chunks[2] = {chunk(t), chunk(t + 1)};
+      multiply_quads<Digits, Digits == 2 ? 2 : 1, Zero>(w, chunks, scales, zeros, batch.sums + t);
+    }
+  for (; t < batch.count; ++t) {
+    const uint8_t* chunks[1] = {chunk(t)};
+    multiply_quads<Digits, 1, Zero>(w, chunks, scales, zeros, batch.sums + t);
+  }
+}
+
+// ---- tiles ---------------------------------------------------------------------------------------------------------
 
 inline void fetch(const char*& at, const char* end, int lines) {
   for (int i = 0; i < lines && at < end; ++i, at += 64) _mm_prefetch(at, _MM_HINT_T0);
 }
 
-template <bool Zero>
+// Sums of the tile for all vectors; returns the rows that need exact.h.
+template <Lanes kLanes, bool Zero>
 uint32_t tile_loop(const Tile& tile, const Batch& two, const Batch& three, const TileScratch& scratch) {
   const int64_t groups = groups_of(tile.columns), bytes = (tile.columns + 1) / 2;
   const __m512i table = code_table(tile.format);
@@ -116,37 +183,65 @@ uint32_t tile_loop(const Tile& tile, const Batch& two, const Batch& three, const
   for (int r = 0; r < 16; ++r) rows[r] = tile.weight + (r < tile.rows ? r : 0) * tile.weight_step;
   const char *ahead = reinterpret_cast<const char*>(tile.ahead[0]), *ahead_end = ahead + tile.ahead_bytes[0];
   const char *scale_ahead = reinterpret_cast<const char*>(tile.ahead[1]), *scale_end = scale_ahead + tile.ahead_bytes[1];
-  const Scales all(tile, scratch);
+  const Scales<kLanes> all(tile, scratch);
   alignas(64) __m512i w[32];
   alignas(64) float scales[4 * 16], zeros[4 * 16];
-  for (int64_t first = 0; first < groups; first += 4) {
-    const int count = groups - first < 4 ? int(groups - first) : 4;
+  for (int64_t c = 0; c < chunks_of(tile.columns); ++c) {
     fetch(ahead, ahead_end, 16);
     fetch(scale_ahead, scale_end, 4);
-    for (int g = 0; g < count; ++g) all.get(first + g, scales + g * 16, zeros + g * 16);
+    all.get(4 * c, scales, zeros);
+    const int count = groups - 4 * c < 4 ? int(groups - 4 * c) : 4;
     if (tile.transposed)
-      for (int g = 0; g < count; ++g) unpack_lines(tile, first + g, table, w + g * 8);
+      for (int g = 0; g < count; ++g) unpack_lines(tile, 4 * c + g, table, w + g * 8);
+    else if (kLanes == kRows)
+      unpack_rows(rows, c * 64, bytes - c * 64, table, w);
     else
-      unpack_rows(rows, first * 16, bytes - first * 16, table, w);
-    if (two.count) multiply_batch<2, Zero>(w, two, first, count, scales, zeros);
-    if (three.count) multiply_batch<3, Zero>(w, three, first, count, scales, zeros);
+      unpack_quads(rows, c * 64, bytes - c * 64, table, w);
+    if (kLanes == kRows) {
+      if (two.count) multiply_batch<2, Zero>(w, two, c, count, scales, zeros);
+      if (three.count) multiply_batch<3, Zero>(w, three, c, count, scales, zeros);
+    } else {
+      if (two.count) multiply_few<2, Zero>(w, two, c, scales, zeros);
+      if (three.count) multiply_few<3, Zero>(w, three, c, scales, zeros);
+    }
   }
   return all.special();
 }
+
+// ((sum 0 + sum 1) + (sum 2 + sum 3)) + bias.
+template <Lanes kLanes>
+inline void join(const float* sums, const float* bias, float* out) {
+  for (int q = 0; q < 4; ++q) {
+    const float* part = sums + (kLanes == kRows ? q * 4 : q * 16);
+    constexpr int kStep = kLanes == kRows ? 16 : 4;
+    const __m128 low = _mm_add_ps(_mm_load_ps(part), _mm_load_ps(part + kStep));
+    const __m128 high = _mm_add_ps(_mm_load_ps(part + 2 * kStep), _mm_load_ps(part + 3 * kStep));
+    _mm_storeu_ps(out + 4 * q, _mm_add_ps(_mm_add_ps(low, high), _mm_load_ps(bias + 4 * q)));
+  }
+}
+
+constexpr int kFew = 8;  // measured: up to here kRowGroups is faster
 
 void tile_rows(const Tile& tile, const Vector* const* vectors, int count, const TileScratch& scratch, float (*out)[16]) {
   alignas(64) float bias[16] = {};
   for (int r = 0; r < tile.rows; ++r) bias[r] = bias_of(tile, r);
   Batch two, three;
   for (int t = 0; t < count; ++t) {
-    std::memcpy(out[t], bias, sizeof bias);
     if (vectors[t]->num_digits == 0) continue;
     Batch& batch = vectors[t]->num_digits == 2 ? two : three;
-    batch.vectors[batch.count] = vectors[t], batch.out[batch.count++] = out[t];
+    batch.vectors[batch.count] = vectors[t], batch.sums[batch.count++] = scratch.sums + t * 64;
+    for (int i = 0; i < 4; ++i) _mm512_store_ps(scratch.sums + t * 64 + i * 16, _mm512_setzero_ps());
   }
   uint32_t special = 0;
-  if (two.count + three.count)
-    special = tile.zero ? tile_loop<true>(tile, two, three, scratch) : tile_loop<false>(tile, two, three, scratch);
+  if (const int digits = two.count + three.count) {
+    const bool few = digits <= kFew && !tile.transposed;
+    special = few ? (tile.zero ? tile_loop<kRowGroups, true>(tile, two, three, scratch)
+                               : tile_loop<kRowGroups, false>(tile, two, three, scratch))
+                  : (tile.zero ? tile_loop<kRows, true>(tile, two, three, scratch)
+                               : tile_loop<kRows, false>(tile, two, three, scratch));
+    for (int t = 0; t < count; ++t)
+      few ? join<kRowGroups>(scratch.sums + t * 64, bias, out[t]) : join<kRows>(scratch.sums + t * 64, bias, out[t]);
+  }
   exact_tile(tile, vectors, count, special, scratch, out);
 }
 

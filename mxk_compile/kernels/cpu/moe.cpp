@@ -211,7 +211,7 @@ struct Slab {
   const Vector** h_of;  // [routes]
   float** h_row;      // [routes]
   char* x_memory;
-  char* h_memory;     // [routes] rows of vector_bytes(I): h, then its records
+  char* h_memory;     // [routes] rows of vector_bytes(I): h, then its chunks
   ThreadScratch* scratch;
   std::atomic<int64_t> claimed[4];
 };
@@ -381,7 +381,8 @@ bool lay_out(Slab& s, int64_t tokens) {
   const int64_t x_bytes = vector_bytes(c.hidden), h_bytes = vector_bytes(c.intermediate);
   const size_t per_thread = 2 * Arena::bytes_for<float>(kTileTokens * 16) + Arena::bytes_for<float>(routes * 16) +
                             Arena::bytes_for<float>(scales_capacity(widest) * 16) +
-                            Arena::bytes_for<uint8_t>(scales_capacity(widest) * 16) + Arena::bytes_for<float>(widest);
+                            Arena::bytes_for<uint8_t>(scales_capacity(widest) * 16) + Arena::bytes_for<float>(widest) +
+                            Arena::bytes_for<float>(kTileTokens * 64);
   const size_t shared = 2 * Arena::bytes_for<int64_t>(routes) + Arena::bytes_for<float>(routes) +
                         2 * Arena::bytes_for<int64_t>(c.experts + 1) + Arena::bytes_for<Vector>(tokens) +
                         Arena::bytes_for<Vector>(routes) + 3 * Arena::bytes_for<void*>(routes) +
@@ -404,6 +405,7 @@ bool lay_out(Slab& s, int64_t tokens) {
     scratch.tile.scales = arena.take<float>(scales_capacity(widest) * 16);
     scratch.tile.zeros = arena.take<uint8_t>(scales_capacity(widest) * 16);
     scratch.tile.row = arena.take<float>(widest);
+    scratch.tile.sums = arena.take<float>(kTileTokens * 64);
   }
   for (int64_t r = 0; r < routes; ++r) s.h_of[r] = &s.h[r], s.h_row[r] = reinterpret_cast<float*>(s.h_memory + r * h_bytes);
   return true;

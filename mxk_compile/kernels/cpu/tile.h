@@ -16,27 +16,27 @@
 
 constexpr int kTileRows = 16;    // output rows of a tile: the int32 lanes of a 512-bit register
 constexpr int kGroup = 32;       // values that share an activation exponent; the unit of all scales
-constexpr int kTileTokens = 128;  // tokens of one tile call: 2 x 8 KiB of accumulators stay in the first cache
+constexpr int kTileTokens = 64;  // vectors of one tile call: 16 KiB of sums stay in the first cache
 
-struct GroupMeta {
-  float scale;         // value of one unit of the integers
-  int32_t correction;  // minus the sum of the group's integers times Coding::offset; fp32 bits with zero points
-};
-
-// A prepared vector: for each group of 32 a record of its digits, most significant first, [digits][32], then GroupMeta.
-// Each 8 values stand in the order 0 2 4 6 1 3 5 7, as the low and high nibbles of 4 packed bytes come.
+// A prepared vector. Its digits stand in chunks of 4 groups, with the layout
+//   int8   [digit, most significant first][plane][4 groups][16]   plane 0: values 0 2 4 ..., plane 1: 1 3 5 ... of a group
+//   fp32   [4 groups]   value of one unit of the integers
+//   int32  [4 groups]   minus the sum of the integers times Coding::offset; as fp32 with zero points
+// since 16 packed bytes hold a group's even values in their low and its odd ones in their high nibbles.
 struct Vector {
-  const void* raw;  // the values themselves: bf16, or fp32 if `wide`; fp32 values give way to their records
+  const void* raw;  // the values themselves: bf16, or fp32 if `wide`; fp32 values give way to their chunks
   bool wide;
   int num_digits;  // 0: use raw
-  const uint8_t* records;
+  const uint8_t* chunks;
 };
 
 inline int64_t groups_of(int64_t n) { return (n + kGroup - 1) / kGroup; }
-constexpr int64_t record_bytes(int digits) { return digits * kGroup + int64_t(sizeof(GroupMeta)); }
-// Memory of the records of n values, or of n fp32 values, whichever is more: an odd number of cache lines, so that
+inline int64_t chunks_of(int64_t n) { return (n + 4 * kGroup - 1) / (4 * kGroup); }
+constexpr int kPlane = 4 * kGroup / 2, kDigit = 2 * kPlane;  // bytes
+constexpr int chunk_bytes(int digits) { return digits * kDigit + 32; }
+// Memory of the chunks of n values, or of n fp32 values, whichever is more: an odd number of cache lines, so that
 // vectors do not share cache sets.
-inline int64_t vector_bytes(int64_t n) { return (groups_of(n) * kGroup * 4 + 63) / 64 * 64 | 64; }
+inline int64_t vector_bytes(int64_t n) { return (chunks_of(n) * 4 * kGroup * 4) | 64; }
 
 // How codes become unsigned bytes for the dot product: value = (byte - offset) * unit * scale, so that the offset needs
 // one correction per group. With zero points the byte is the code and the correction is multiplied by the zero point.
@@ -78,6 +78,7 @@ struct TileScratch {
   float* scales;   // [scales_capacity(columns)][16]
   uint8_t* zeros;  // the same
   float* row;      // one dequantised row
+  float* sums;     // [kTileTokens][4][16]
 };
 
 // Per call constants of the activation.
@@ -88,7 +89,7 @@ struct Activation {
 
 struct Isa {
   const char* name;
-  // Writes the records of n values (bf16, or fp32 if `wide`) to `memory`, which may be where they stand.
+  // Writes the chunks of n values (bf16, or fp32 if `wide`) to `memory`, which may be where they stand.
   void (*prepare)(const void* raw, bool wide, int64_t n, const Coding& coding, void* memory, Vector* out);
   // out[token][16] = vectors x rows + bias, count <= kTileTokens.
   void (*tile)(const Tile& tile, const Vector* const* vectors, int count, const TileScratch& scratch, float (*out)[16]);
