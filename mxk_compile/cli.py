@@ -13,10 +13,14 @@ import mxk_compile
 from mxk_compile.errors import CheckpointError, MxkError
 
 _PACKAGE_PARENT = Path(__file__).resolve().parent.parent
-SHIPPED_MODEL = _PACKAGE_PARENT / "examples" / "tiny-gptoss"
+SHIPPED_MODEL = _PACKAGE_PARENT / "models" / "tiny-gptoss"
 """The trained model of the repository; there in a checkout, not in an installed wheel."""
 _DEFAULT_PROMPT = "And it came to pass"
-_EXIT_ERROR, _EXIT_INTERRUPTED, _EXIT_PIPE = 2, 130, 141  # the latter two: 128 + signal, as shells report them
+_EXIT_ERROR, _EXIT_INTERRUPTED, _EXIT_PIPE = (
+    2,
+    130,
+    141,
+)  # the latter two: 128 + signal, as shells report them
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,8 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mxk {mxk_compile.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,generate,explain}")
 
-    demo = commands.add_parser("demo", help="generate with the stock op and with the mxk backend, and compare")
-    demo.add_argument("--model", type=Path, help="checkpoint directory (default: the small model of the repository)")
+    demo = commands.add_parser(
+        "demo", help="generate with the stock op and with the mxk backend, and compare"
+    )
+    demo.add_argument(
+        "--model", type=Path, help="checkpoint directory (default: the small model of the repository)"
+    )
     demo.add_argument("--prompt", default=_DEFAULT_PROMPT)
     demo.add_argument("--new-tokens", type=_count, default=64, metavar="N")
     demo.add_argument("--profile", action="store_true", help="also show where a decode step spends its time")
@@ -65,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser("explain", help="show what becomes of each MoE layer")
     explain.add_argument("model", type=Path, help="checkpoint directory")
-    explain.add_argument("--tokens", type=_counts, default=[1, 32, 64], metavar="T,...", help="default: 1,32,64")
+    explain.add_argument(
+        "--tokens", type=_counts, default=[1, 32, 64], metavar="T,...", help="default: 1,32,64"
+    )
     explain.set_defaults(run=_explain)
     return parser
 
@@ -87,7 +97,9 @@ def _demo(options: argparse.Namespace) -> None:
     if folder is None:
         if not SHIPPED_MODEL.is_dir():
             given = "the small model is not there"
-            raise CheckpointError(str(SHIPPED_MODEL), given, "a checkout of the repository", "or give one with --model")
+            raise CheckpointError(
+                str(SHIPPED_MODEL), given, "a checkout of the repository", "or give one with --model"
+            )
         folder = SHIPPED_MODEL
     run_demo(folder, options.prompt, options.new_tokens, options.profile)
 
@@ -101,7 +113,10 @@ def _generate(options: argparse.Namespace) -> None:
     prompt = demo.prompt_tokens(tokenizer, options.prompt)
     forward = None if options.stock else demo.compiled(model, "mxk")
     session = models.Session(model, len(prompt) + options.max_new_tokens, forward)
-    tokens = (token for token, _ in models.greedy(session, prompt, options.max_new_tokens, models.stop_tokens(model)))
+    tokens = (
+        token
+        for token, _ in models.greedy(session, prompt, options.max_new_tokens, models.stop_tokens(model))
+    )
     for piece in _pieces(tokenizer, tokens):
         print(piece, end="", flush=True)
     print()
@@ -113,7 +128,9 @@ def _pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
     for token in tokens:
         pending.append(token)
         text = tokenizer.decode(pending)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(pending) > 4:  # no character has more than 4 bytes
+        if (
+            not text.endswith("\N{REPLACEMENT CHARACTER}") or len(pending) > 4
+        ):  # no character has more than 4 bytes
             yield text
             pending = []
     if pending:

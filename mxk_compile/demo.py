@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mxk_compile.errors import CheckpointError
 from mxk_compile.explain import explain
 from mxk_compile.integrations import transformers as models
 from mxk_compile.ops import moe
@@ -32,8 +34,12 @@ _OTHER_TEXT = (
     "only a list of things which have so far come back."
 )
 """Written for this file: held-out text for models without a text of their own."""
-_MAX_TEXT_TOKENS = 384
+_MAX_TEXT_TOKENS = 192
+_PREFILL_TOKENS = 64
+"""More than the cap of the fused kernels, so that the table shows the stock op."""
 _WARM_UP_TOKENS = 4
+# Ranges that the profiler sees: ours, Inductor's around its compiled code, and the op.
+_STEP, _GRAPH, _MOE = "mxk decode step", "## Call CompiledFxGraph", "mxk::moe"
 
 
 @dataclasses.dataclass
@@ -48,8 +54,7 @@ class Run:
     @property
     def tokens_per_second(self) -> float:
         """Of the median decode step."""
-        ordered = sorted(self.step_seconds)
-        return 1 / ordered[len(ordered) // 2] if ordered else float("nan")
+        return 1 / statistics.median(self.step_seconds) if self.step_seconds else float("nan")
 
 
 class ReferenceExperts(nn.Module):
@@ -87,7 +92,7 @@ def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
     if begin is not None and ids[:1] != [begin]:
         ids.insert(0, begin)
     if not ids:
-        raise models.CheckpointError("prompt", "no tokens", "at least one token", "give a longer prompt")
+        raise CheckpointError("prompt", "no tokens", "at least one token", "give a longer prompt")
     return ids
 
 
@@ -141,22 +146,25 @@ def run_demo(folder: Path, prompt: str, new_tokens: int, profile: bool, out: Any
         run, seconds = generate(session, name, ids, new_tokens)
         runs.append(run)
         scored[name] = decode_logits(session, text_ids)
-        say("", f"--- {name}: {run.tokens_per_second:.1f} tokens/s (measured; {seconds:.0f} s to compile and warm up)")
+        say(
+            "",
+            f"--- {name}: {run.tokens_per_second:.1f} tokens/s (measured; {seconds:.0f} s to compile and warm up)",
+        )
         say(prompt + tokenizer.decode(run.tokens))
         if name == "mxk" and profile:
             say("", *profile_lines(session, ids))
     ratio = runs[1].tokens_per_second / runs[0].tokens_per_second
-    say("", f"speed      mxk {ratio:.2f} x the tokens/s of stock", "greedy     " + parting_line(*runs, tokenizer))
+    say(
+        "",
+        f"speed      mxk {ratio:.2f} x the tokens/s of stock",
+        "greedy     " + parting_line(runs[0], runs[1], tokenizer),
+    )
 
     with torch.no_grad():
         ids_tensor = torch.tensor([text_ids[:-1]], device=model.device)
         exact = reference_model(model)(input_ids=ids_tensor, use_cache=False).logits[0]
     say("", *parity_lines(scored, exact, text_ids, text_name), *layer_lines(model, text_ids))
     say("", f"done in {time.perf_counter() - started:.0f} s")
-
-
-_PREFILL_TOKENS = 64
-"""More than the cap of the fused kernels, so that the table shows the stock op."""
 
 
 def rewrite_table(model: Any, num_tokens: int) -> Report:
@@ -205,7 +213,8 @@ def parting_line(first: Run, second: Run, tokenizer: Any) -> str:
             top = run.logits[index].topk(2).values
             margins.append(f"{run.name} {float(top[0] - top[1]):.3f}")
         words = f"{tokenizer.decode([a])!r} against {tokenizer.decode([b])!r}"
-        return f"outputs part at token {index + 1} of {len(first.tokens)}: {words}; top-1 over top-2 logit: {', '.join(margins)}"
+        where = f"outputs part at token {index + 1} of {len(first.tokens)}"
+        return f"{where}: {words}; top-1 over top-2 logit: {', '.join(margins)}"
     return f"outputs are the same for all {len(first.tokens)} tokens"
 
 
@@ -263,7 +272,9 @@ def layer_lines(model: Any, ids: Sequence[int]) -> list[str]:
     errors: dict[str, list[float]] = {"stock": [], "mxk": []}
     for experts, inputs, stock in calls:
         arguments, attributes = experts.fused_call()
-        exact = moe.reference(inputs[0].float(), *inputs[1:], *arguments, **attributes, round_intermediate=False)
+        exact = moe.reference(
+            inputs[0].float(), *inputs[1:], *arguments, **attributes, round_intermediate=False
+        )
         errors["stock"].append(rel_l2(stock, exact))
         errors["mxk"].append(rel_l2(torch.ops.mxk.moe(*inputs, *arguments, **attributes), exact))
     worst = ", ".join(f"{name} {max(values):.2e}" for name, values in errors.items())
@@ -276,60 +287,59 @@ class _NoAttention(nn.Module):
 
 
 def profile_lines(session: models.Session, prompt: Sequence[int], steps: int = 50) -> list[str]:
-    """Shares of one decode step of the `mxk` session.
+    """Shares of one decode step of the `mxk` session, medians.
 
-    MoE is the op's own time, and framework the time outside the compiled graph (guards, wrappers, outputs), both from
-    torch.profiler. Attention, fused by Inductor with its neighbours, is what a step without it saves. The rest is the
-    remainder: embedding, norms, router, head.
+    Under torch.profiler: MoE is the op's own time; framework is the time of a step outside the compiled graph (guards,
+    wrappers, the logits' way out). Attention, which Inductor fuses with its neighbours, is what a step without it
+    saves. The rest is the remainder (embedding, norms, router, head) and takes the noise of the others.
     """
     whole = _median_step(session, prompt, steps)
-    moe_seconds, graph_seconds = _profiled(session, prompt, steps)
+    moe_seconds, framework = _profiled(session, prompt, steps)
 
-    model = copy.copy(session.model)
-    without = copy.deepcopy(model, {id(module): module for module in (*model.parameters(), *model.buffers())})
+    shared = {id(tensor): tensor for tensor in (*session.model.parameters(), *session.model.buffers())}
+    without = copy.deepcopy(session.model, dict(shared))
     for layer in without.model.layers:
         layer.self_attn = _NoAttention()
     less = _median_step(models.Session(without, session.length, compiled(without, "mxk")), prompt, steps)
 
-    attention = max(whole - less, 0.0)
-    framework = max(whole - graph_seconds, 0.0) if graph_seconds else 0.0
-    parts = {
-        "MoE (mxk::moe)": moe_seconds,
-        "attention with its projections": attention,
-        "framework outside the graph" if graph_seconds else "framework: not separable here": framework,
-    }
-    parts["rest"] = max(whole - sum(parts.values()), 0.0)
+    parts = {"MoE (mxk::moe)": moe_seconds, "attention with its projections": whole - less}
+    if framework is not None:
+        parts["framework, outside the graph"] = framework
+    parts["rest"] = whole - sum(parts.values())
     lines = [f"decode step {whole * 1e3:.3f} ms (measured, median of {steps})"]
-    return lines + [f"  {name:32}{seconds * 1e3:8.3f} ms {seconds / whole:6.1%}" for name, seconds in parts.items()]
+    return lines + [
+        f"  {name:32}{seconds * 1e3:8.3f} ms {seconds / whole:6.1%}" for name, seconds in parts.items()
+    ]
 
 
 def _steps(session: models.Session, prompt: Sequence[int], steps: int) -> list[float]:
+    """Seconds of each decode step after a prompt; a `decode step` range each, for the profiler."""
     session.reset()
     session.feed(prompt)
     seconds = []
     for _ in range(steps):
         start = time.perf_counter()
-        session.feed(prompt[-1:])
+        with torch.profiler.record_function(_STEP):
+            session.feed(prompt[-1:])
         seconds.append(time.perf_counter() - start)
     return seconds
 
 
 def _median_step(session: models.Session, prompt: Sequence[int], steps: int) -> float:
     _steps(session, prompt, _WARM_UP_TOKENS)
-    return sorted(_steps(session, prompt, steps))[steps // 2]
+    return statistics.median(_steps(session, prompt, steps))
 
 
-def _profiled(session: models.Session, prompt: Sequence[int], steps: int) -> tuple[float, float]:
-    """Seconds a step in `mxk::moe`, and in the whole compiled graph (0 where the profiler does not show it)."""
-    session.reset()
-    session.feed(prompt)
+def _profiled(session: models.Session, prompt: Sequence[int], steps: int) -> tuple[float, float | None]:
+    """Seconds a step in `mxk::moe`, and outside the compiled graph (None where the profiler does not show it)."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        for _ in range(steps):
-            session.feed(prompt[-1:])
-    moe_us = graph_us = 0.0
-    for event in profiler.key_averages():
-        if event.key.startswith("mxk::moe"):
-            moe_us += event.cpu_time_total
-        elif event.key.startswith("## Call CompiledFxGraph"):
-            graph_us += event.cpu_time_total
-    return moe_us * 1e-6 / steps, graph_us * 1e-6 / steps
+        _steps(session, prompt, steps)
+    durations: dict[str, list[float]] = {_STEP: [], _GRAPH: [], _MOE: []}
+    for event in profiler.events():
+        for name, found in durations.items():
+            if event.name.startswith(name):
+                found.append(event.cpu_time_total * 1e-6)
+    median = {name: statistics.median(found) if found else None for name, found in durations.items()}
+    moe_seconds = (median[_MOE] or 0.0) * len(durations[_MOE]) / steps
+    step, graph = median[_STEP], median[_GRAPH]
+    return moe_seconds, None if step is None or graph is None else step - graph

@@ -27,7 +27,11 @@ from mxk_compile.errors import CallError, CheckpointError, SettingsError
 ARCHITECTURES = ("GptOssForCausalLM",)
 _DTYPES = (torch.bfloat16, torch.float32)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_EXPERT_PARTS = tuple(f"{projection}_{part}" for projection in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias"))
+_EXPERT_PARTS = tuple(
+    f"{projection}_{part}"
+    for projection in ("gate_up_proj", "down_proj")
+    for part in ("blocks", "scales", "bias")
+)
 # The gain of the published gpt-oss code; checkpoints do not state it.
 _ALPHA = 1.702
 _LIMIT = 7.0
@@ -57,7 +61,8 @@ class StockExperts(nn.Module):
 
     def __init__(self, packed: PackedExperts, alpha: float, limit: float, device: torch.device) -> None:
         super().__init__()
-        assert packed.w13_bias is not None and packed.w2_bias is not None
+        assert packed.w13_bias is not None
+        assert packed.w2_bias is not None
         self.alpha, self.limit, self.num_experts = alpha, limit, len(packed.w2)
         self.register_buffer("w13_weight", packed.w13.to(device))
         self.register_buffer("w13_weight_scale", packed.w13_scale.to(device))
@@ -89,12 +94,16 @@ class StockExperts(nn.Module):
         )
         return result.to(hidden_states.dtype)
 
-    def fused_call(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    def fused_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `mxk::moe` after the routing, and its attributes, for the same computation."""
         weights = (self.w13_weight, self.w13_weight_scale, self.w2_weight, self.w2_weight_scale)
         limit = None if math.isinf(self.limit) else self.limit
         attributes = {"weight_format": "mxfp4", "row_order": "interleaved", "activation": "swiglu_oai"}
-        return (*weights, None, None, self.w13_bias, self.w2_bias), {**attributes, "alpha": self.alpha, "limit": limit}
+        return (*weights, None, None, self.w13_bias, self.w2_bias), {
+            **attributes,
+            "alpha": self.alpha,
+            "limit": limit,
+        }
 
     def extra_repr(self) -> str:
         """Sizes and constants, for printing the model."""
@@ -115,7 +124,9 @@ def load(path: str | Path, dtype: torch.dtype = torch.bfloat16, device: str | to
         CallError: another dtype.
     """
     if dtype not in _DTYPES:
-        raise CallError("mxk_compile.load", f"dtype={dtype}", ", ".join(map(str, _DTYPES)), "choose one of them")
+        raise CallError(
+            "mxk_compile.load", f"dtype={dtype}", ", ".join(map(str, _DTYPES)), "choose one of them"
+        )
     config = read_config(path)
     with Checkpoint(path) as checkpoint:
         model = _build(config)
@@ -131,17 +142,23 @@ def read_config(path: str | Path) -> Any:
     if not path.is_dir():
         raise CheckpointError(str(path), "no such directory", "a checkpoint directory", "check the path")
     if not (path / "config.json").is_file():
-        raise CheckpointError(str(path), "no config.json", "a Hugging Face checkpoint directory", "check the path")
+        raise CheckpointError(
+            str(path), "no config.json", "a Hugging Face checkpoint directory", "check the path"
+        )
     values = Checkpoint(path).config
     architectures = values.get("architectures") or []
     if not set(architectures) & set(ARCHITECTURES):
         given = f"architecture {', '.join(map(str, architectures)) or values.get('model_type')!r}"
-        raise CheckpointError(str(path / "config.json"), given, ", ".join(ARCHITECTURES), "give a gpt-oss checkpoint")
+        raise CheckpointError(
+            str(path / "config.json"), given, ", ".join(ARCHITECTURES), "give a gpt-oss checkpoint"
+        )
     try:
         return _transformers().GptOssConfig.from_pretrained(path, local_files_only=True)
     except (KeyError, TypeError, ValueError) as error:
         given = f"{type(error).__name__}: {error}"
-        raise CheckpointError(str(path / "config.json"), given, "what GptOssConfig reads", "repair it") from error
+        raise CheckpointError(
+            str(path / "config.json"), given, "what GptOssConfig reads", "repair it"
+        ) from error
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -150,7 +167,9 @@ def load_tokenizer(path: str | Path) -> Any:
         return _transformers().AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         given = f"no tokenizer that can be read ({type(error).__name__})"
-        raise CheckpointError(str(path), given, "tokenizer.json and tokenizer_config.json", "add them") from error
+        raise CheckpointError(
+            str(path), given, "tokenizer.json and tokenizer_config.json", "add them"
+        ) from error
 
 
 def stock_experts(model: nn.Module) -> dict[str, StockExperts]:
@@ -192,10 +211,14 @@ class Session:
         """Appends tokens and returns the logits [vocabulary] after the last; raises CallError when they do not fit."""
         if not tokens or self._num_tokens + len(tokens) > self.length:
             given = f"{len(tokens)} tokens after {self._num_tokens}"
-            raise CallError("Session.feed", given, f"1 to {self.length} in all", "make a session of that length")
+            raise CallError(
+                "Session.feed", given, f"1 to {self.length} in all", "make a session of that length"
+            )
         run = self.forward if self._num_tokens and len(tokens) == 1 else self.model
         ids = torch.tensor([list(tokens)], device=self.model.device)
-        logits: Tensor = run(input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits
+        logits: Tensor = run(
+            input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1
+        ).logits
         self._num_tokens += len(tokens)
         return logits[0, -1]
 
@@ -233,7 +256,9 @@ def _transformers() -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         advice = "pip install 'mxk-compile[transformers]'"
-        raise SettingsError("loading a checkpoint", f"no transformers ({error})", "transformers 5.10 to 5.x", advice) from error
+        raise SettingsError(
+            "loading a checkpoint", f"no transformers ({error})", "transformers 5.10 to 5.x", advice
+        ) from error
 
 
 def _build(config: Any) -> Any:
@@ -264,7 +289,9 @@ def _check_names(checkpoint: Checkpoint, model: Any) -> None:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             given = f"{kind} {', '.join(names[:5])}{more}"
             allowed = f"exactly the {len(wanted)} tensors that config.json implies"
-            raise CheckpointError(str(checkpoint.path), given, allowed, "check that files and config.json belong together")
+            raise CheckpointError(
+                str(checkpoint.path), given, allowed, "check that files and config.json belong together"
+            )
 
 
 def _fill(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
@@ -284,10 +311,12 @@ def _fill(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.
     sizes = (config.num_local_experts, config.hidden_size, config.intermediate_size)
     for prefix in _expert_prefixes(model):
         packed = checkpoint.experts(prefix, scheme="gpt_oss")
-        given = (len(packed.w2), packed.w2.shape[1], packed.w13.shape[1] // 2)
-        if given != sizes:
-            text = f"{prefix} with E, K, I = {given}"
-            raise CheckpointError(str(checkpoint.path), text, f"{sizes}, as in config.json", "check config.json")
+        found = (len(packed.w2), packed.w2.shape[1], packed.w13.shape[1] // 2)
+        if found != sizes:
+            text = f"{prefix} with E, K, I = {found}"
+            raise CheckpointError(
+                str(checkpoint.path), text, f"{sizes}, as in config.json", "check config.json"
+            )
         experts = StockExperts(packed, float(alpha), math.inf if limit is None else float(limit), device)
         model.get_submodule(prefix.rpartition(".")[0]).experts = experts
 
@@ -301,4 +330,6 @@ def _fill(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.
 
 def _load_generation_config(model: Any, path: Path) -> None:
     if (path / "generation_config.json").is_file():
-        model.generation_config = _transformers().GenerationConfig.from_pretrained(path, local_files_only=True)
+        model.generation_config = _transformers().GenerationConfig.from_pretrained(
+            path, local_files_only=True
+        )
