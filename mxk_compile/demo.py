@@ -34,7 +34,7 @@ _OTHER_TEXT = (
     "only a list of things which have so far come back."
 )
 """Written for this file: held-out text for models without a text of their own."""
-_MAX_TEXT_TOKENS = 192
+_MAX_TEXT_TOKENS = 128
 _PREFILL_TOKENS = 64
 """More than the cap of the fused kernels, so that the table shows the stock op."""
 _WARM_UP_TOKENS = 4
@@ -223,7 +223,8 @@ def held_out_tokens(folder: Path, tokenizer: Any) -> tuple[list[int], str]:
     path = folder / HELD_OUT_FILE
     text = path.read_text(encoding="utf-8") if path.is_file() else _OTHER_TEXT
     name = HELD_OUT_FILE if path.is_file() else "a text of this package"
-    return prompt_tokens(tokenizer, text)[:_MAX_TEXT_TOKENS], name
+    # Cut before the tokenizer warns of a text longer than the model's context; no token has more than 16 letters here.
+    return prompt_tokens(tokenizer, text[: 16 * _MAX_TEXT_TOKENS])[:_MAX_TEXT_TOKENS], name
 
 
 def decode_logits(session: models.Session, ids: Sequence[int]) -> Tensor:
@@ -293,14 +294,14 @@ def profile_lines(session: models.Session, prompt: Sequence[int], steps: int = 5
     wrappers, the logits' way out). Attention, which Inductor fuses with its neighbours, is what a step without it
     saves. The rest is the remainder (embedding, norms, router, head) and takes the noise of the others.
     """
-    whole = _median_step(session, prompt, steps)
-    moe_seconds, framework = _profiled(session, prompt, steps)
-
     shared = {id(tensor): tensor for tensor in (*session.model.parameters(), *session.model.buffers())}
     without = copy.deepcopy(session.model, dict(shared))
     for layer in without.model.layers:
         layer.self_attn = _NoAttention()
-    less = _median_step(models.Session(without, session.length, compiled(without, "mxk")), prompt, steps)
+    reduced = models.Session(without, session.length, compiled(without, "mxk"))
+    _steps((session, reduced), prompt, _WARM_UP_TOKENS)
+    whole, less = (statistics.median(seconds) for seconds in _steps((session, reduced), prompt, steps))
+    moe_seconds, framework = _profiled(session, prompt, steps)
 
     parts = {"MoE (mxk::moe)": moe_seconds, "attention with its projections": whole - less}
     if framework is not None:
@@ -312,28 +313,25 @@ def profile_lines(session: models.Session, prompt: Sequence[int], steps: int = 5
     ]
 
 
-def _steps(session: models.Session, prompt: Sequence[int], steps: int) -> list[float]:
-    """Seconds of each decode step after a prompt; a `decode step` range each, for the profiler."""
-    session.reset()
-    session.feed(prompt)
-    seconds = []
+def _steps(sessions: Sequence[models.Session], prompt: Sequence[int], steps: int) -> list[list[float]]:
+    """Seconds of each decode step after a prompt, for each session; they take turns, so that a busy moment hits all."""
+    for session in sessions:
+        session.reset()
+        session.feed(prompt)
+    seconds: list[list[float]] = [[] for _ in sessions]
     for _ in range(steps):
-        start = time.perf_counter()
-        with torch.profiler.record_function(_STEP):
-            session.feed(prompt[-1:])
-        seconds.append(time.perf_counter() - start)
+        for session, found in zip(sessions, seconds, strict=True):
+            start = time.perf_counter()
+            with torch.profiler.record_function(_STEP):
+                session.feed(prompt[-1:])
+            found.append(time.perf_counter() - start)
     return seconds
-
-
-def _median_step(session: models.Session, prompt: Sequence[int], steps: int) -> float:
-    _steps(session, prompt, _WARM_UP_TOKENS)
-    return statistics.median(_steps(session, prompt, steps))
 
 
 def _profiled(session: models.Session, prompt: Sequence[int], steps: int) -> tuple[float, float | None]:
     """Seconds a step in `mxk::moe`, and outside the compiled graph (None where the profiler does not show it)."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        _steps(session, prompt, steps)
+        _steps((session,), prompt, steps)
     durations: dict[str, list[float]] = {_STEP: [], _GRAPH: [], _MOE: []}
     for event in profiler.events():
         for name, found in durations.items():
