@@ -1,9 +1,10 @@
-"""Turn the documentation that Debian packages ship into plain prose for ``train_tiny_gptoss.py``.
+"""Turns the documentation that Debian packages ship into prose and tokens for ``train_tiny_gptoss.py``.
 
 Nothing is downloaded here. Get the packages with ``apt-get download PACKAGE``, unpack each with
 ``dpkg -x FILE.deb DIR`` (no installation needed), then name every source once::
 
-    python examples/tiny_gptoss_corpus.py corpus/ kjv=kjv.txt rust=DIR/usr/share/doc/rust-doc/html/book ...
+    python examples/tiny_gptoss_corpus.py text corpus/ kjv=kjv.txt rust=DIR/usr/share/doc/rust-doc/html/book ...
+    python examples/tiny_gptoss_corpus.py tokens work/ corpus/   # tokenizer and token streams; needs transformers
 
 A source is a folder of HTML pages, or a text file whose paragraphs are separated by blank lines (verse
 numbers at line starts are dropped). ``kjv.txt`` is what ``bible -l100000 "ge1:1-re22:21"`` prints. A name given
@@ -19,6 +20,12 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
+
+END, PAD = "<|endoftext|>", "<|pad|>"  # ids 0 and 1
+VOCABULARY = 4096
+CONTEXT = 1024  # tokens of a training window, the model's longest input
+HELD_OUT = 0.03  # of the text of each source, its last documents
 
 # Where prose starts and ends. Everything inside SKIPPED is code, navigation or decoration.
 BLOCKS = frozenset("p li dd dt td th h1 h2 h3 h4 h5 h6 blockquote div section article br summary".split())
@@ -101,13 +108,11 @@ def documents(path: Path) -> Iterator[list[str]]:
         yield parser.paragraphs
 
 
-def main(arguments: list[str]) -> None:
-    if len(arguments) < 2 or not all("=" in source for source in arguments[1:]):
-        sys.exit(__doc__)
-    output = Path(arguments[0])
+def write_text(output: Path, named_paths: list[str]) -> None:
+    """Writes output/NAME.txt for each name of the NAME=PATH arguments."""
     output.mkdir(parents=True, exist_ok=True)
     sources: dict[str, list[Path]] = {}
-    for source in arguments[1:]:
+    for source in named_paths:
         name, _, path = source.partition("=")
         sources.setdefault(name, []).append(Path(path))
     seen: set[str] = set()  # API pages repeat themselves: a paragraph counts once, digits ignored
@@ -126,6 +131,56 @@ def main(arguments: list[str]) -> None:
         text = "\n\n".join(kept) + "\n"
         (output / f"{name}.txt").write_text(text, encoding="utf-8")
         print(f"{name}: {len(kept)} documents, {len(text)} bytes", flush=True)
+
+
+def write_tokens(work: Path, corpus: Path) -> None:
+    """Byte-level BPE on the training part; writes work/tokenizer/ and work/tokens.pt (int16, one stream each)."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    training: list[str] = []
+    held_out: dict[str, list[str]] = {}
+    for source in sorted(corpus.glob("*.txt")):
+        documents = source.read_text(encoding="utf-8").strip().split("\n\n")
+        keep, budget = len(documents), HELD_OUT * source.stat().st_size
+        while budget > 0:
+            keep -= 1
+            budget -= len(documents[keep])
+        training += documents[:keep]
+        held_out[source.stem] = documents[keep:]
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END, PAD], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(training, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=PAD, model_max_length=CONTEXT
+    )
+    fast.save_pretrained(work / "tokenizer")
+
+    def encode(documents: list[str]) -> torch.Tensor:
+        encodings = tokenizer.encode_batch_fast(documents)
+        return torch.cat([torch.tensor([0, *encoding.ids], dtype=torch.int16) for encoding in encodings])
+
+    streams = {name: encode(documents) for name, documents in held_out.items()}
+    bytes_held_out = sum(len(document.encode()) for documents in held_out.values() for document in documents)
+    data: dict[str, Any] = {"training": encode(training), "held_out": streams, "bytes": bytes_held_out}
+    torch.save(data, work / "tokens.pt")
+    num_held_out = sum(len(stream) for stream in streams.values())
+    print(f"{len(data['training'])} tokens for training, {num_held_out} held out ({bytes_held_out} bytes)")
+
+
+def main(arguments: list[str]) -> None:
+    command, *rest = arguments or [""]
+    if command == "text" and len(rest) > 1 and all("=" in source for source in rest[1:]):
+        write_text(Path(rest[0]), rest[1:])
+    elif command == "tokens" and len(rest) == 2:
+        write_tokens(Path(rest[0]), Path(rest[1]))
+    else:
+        sys.exit(__doc__)
 
 
 if __name__ == "__main__":

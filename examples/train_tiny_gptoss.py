@@ -1,13 +1,11 @@
 """Train a small gpt-oss model and write it as an MXFP4 checkpoint in the layout that openai/gpt-oss-20b has.
 
-Three steps, each its own command; the work folder carries the state from one to the next::
+Two commands; work/ holds what examples/tiny_gptoss_corpus.py wrote, the tokenizer and the token streams::
 
-    python examples/train_tiny_gptoss.py prepare work/ corpus/   # *.txt -> tokenizer and token streams
     python examples/train_tiny_gptoss.py train work/             # 8 minutes on an H200; to try it: --steps 20 --batch 1
     python examples/train_tiny_gptoss.py export work/ models/tiny-gptoss
 
-examples/tiny_gptoss_corpus.py makes the corpus: text files whose documents are separated by a blank line. Nothing
-is downloaded. Needs torch and transformers. Same seed, device and versions give the same batches and dropout; a
+Nothing is downloaded. Needs torch and transformers. Same seed, device and versions give the same batches and dropout; a
 GPU still sums some gradients in varying order.
 
 The last fifth of the training sees the experts through MXFP4 (straight-through gradient), so that the exported
@@ -34,15 +32,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tiny_gptoss_corpus import CONTEXT, END, PAD
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mxk_compile.ops.formats import mxfp4
 
-END, PAD = "<|endoftext|>", "<|pad|>"  # ids 0 and 1
-CONTEXT = 1024  # tokens of a training window, the model's longest input
-HELD_OUT = 0.03  # of the documents of each source, the last ones
 SEED = 20
 SAMPLING = {"do_sample": True, "temperature": 0.9, "top_p": 0.95}  # below 0.8 so small a model repeats itself
 PROMPTS = ("And it came to pass", "The server", "If the function", "A list is", "The king said unto")
@@ -79,45 +74,6 @@ def tiny_config(vocab_size: int) -> GptOssConfig:
         eos_token_id=0,
         pad_token_id=1,
     )
-
-
-# ---------------------------------------------------------------- prepare
-
-
-def prepare(work: Path, corpus: Path, vocab_size: int) -> None:
-    """Byte-level BPE on the training part; writes work/tokenizer/ and work/tokens.pt (int16, one stream each)."""
-    training: list[str] = []
-    held_out: dict[str, list[str]] = {}
-    for source in sorted(corpus.glob("*.txt")):
-        documents = source.read_text(encoding="utf-8").strip().split("\n\n")
-        keep, budget = len(documents), HELD_OUT * source.stat().st_size
-        while budget > 0:
-            keep -= 1
-            budget -= len(documents[keep])
-        training += documents[:keep]
-        held_out[source.stem] = documents[keep:]
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END, PAD], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(training, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=PAD, model_max_length=CONTEXT
-    )
-    fast.save_pretrained(work / "tokenizer")
-
-    def encode(documents: list[str]) -> torch.Tensor:
-        encodings = tokenizer.encode_batch_fast(documents)
-        return torch.cat([torch.tensor([0, *encoding.ids], dtype=torch.int16) for encoding in encodings])
-
-    streams = {name: encode(documents) for name, documents in held_out.items()}
-    bytes_held_out = sum(len(document.encode()) for documents in held_out.values() for document in documents)
-    data: dict[str, Any] = {"training": encode(training), "held_out": streams, "bytes": bytes_held_out}
-    torch.save(data, work / "tokens.pt")
-    num_held_out = sum(len(stream) for stream in streams.values())
-    print(f"{len(data['training'])} tokens for training, {num_held_out} held out ({bytes_held_out} bytes)")
 
 
 # ---------------------------------------------------------------- the training forward
@@ -423,10 +379,6 @@ def main() -> None:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    preparing = commands.add_parser("prepare", help="tokenizer and token streams")
-    preparing.add_argument("work", type=Path)
-    preparing.add_argument("corpus", type=Path)
-    preparing.add_argument("--vocab-size", type=int, default=4096)
     training = commands.add_parser("train", help="train, keep the best checkpoint")
     training.add_argument("work", type=Path)
     training.add_argument("--steps", type=int, default=5000)
@@ -438,9 +390,7 @@ def main() -> None:
     exporting.add_argument("work", type=Path)
     exporting.add_argument("output", type=Path)
     options = parser.parse_args()
-    if options.command == "prepare":
-        prepare(options.work, options.corpus, options.vocab_size)
-    elif options.command == "train":
+    if options.command == "train":
         train(options.work, options)
     else:
         export(options.work, options.output)

@@ -32,8 +32,8 @@ def load_example(name: str) -> ModuleType:
     return module
 
 
+corpus = load_example("tiny_gptoss_corpus")  # first: the script imports it, as it lies beside it
 script = load_example("train_tiny_gptoss")
-corpus = load_example("tiny_gptoss_corpus")
 
 
 @pytest.fixture
