@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int kSmallest = 127 - 90, kLargest = 127 + 90;  // biased exponents that the integer path takes
-constexpr int kLostPower = -10;                           // what 2 digits may leave behind: 2^-10
+constexpr float kLost2 = 0x1p-20f;                        // (2^-10)^2: more left behind takes the third digit
 
 inline __m512 power_of_two(int exponent) { return _mm512_castsi512_ps(_mm512_set1_epi32((exponent + 127) << 23)); }
 
@@ -52,12 +52,12 @@ inline float to_integers(const __m512 (&x)[2], __m512 (&scaled)[2], __m512i (&in
   return from_bits(uint32_t(exponent - Bits) << 23);
 }
 
-// Whether 2 digits leave more behind, in the quadratic mean, than 2^-10 of the vector's typical magnitude: its
-// geometric mean, which outliers hardly move, so that they do not buy the loss of everything else.
+// Whether 2 digits leave more behind, in the quadratic mean, than 2^-10 of the vector's typical magnitude: the square of
+// the mean root, which outliers hardly move, so that they do not buy the loss of everything else.
 template <class T>
 bool needs_third_digit(const T* raw, int64_t n, int largest) {
-  __m512 lost = _mm512_setzero_ps();
-  __m512i exponents = _mm512_setzero_si512(), values = _mm512_setzero_si512();
+  __m512 lost = _mm512_setzero_ps(), roots = _mm512_setzero_ps();
+  __m512i values = _mm512_setzero_si512();
   const __m512 normal = power_of_two(127 - largest);
   for (int64_t g = 0; g < groups_of(n); ++g) {
     __m512 x[2], scaled[2];
@@ -66,16 +66,14 @@ bool needs_third_digit(const T* raw, int64_t n, int largest) {
     const __m512 unit = _mm512_mul_ps(_mm512_set1_ps(to_integers<14>(x, scaled, integers)), normal);
     for (int i = 0; i < 2; ++i) {
       const __m512 l = _mm512_mul_ps(_mm512_sub_ps(scaled[i], _mm512_cvtepi32_ps(integers[i])), unit);
+      const __m512 size = _mm512_mul_ps(_mm512_castsi512_ps(magnitude(x[i])), normal);
       lost = _mm512_fmadd_ps(l, l, lost);
-      const __m512i exponent = _mm512_srli_epi32(magnitude(x[i]), 23);  // 0: zero or subnormal, not counted
-      exponents = _mm512_add_epi32(exponents, exponent);
-      values = _mm512_add_epi32(values, _mm512_min_epi32(exponent, _mm512_set1_epi32(1)));
+      roots = _mm512_add_ps(roots, _mm512_sqrt_ps(size));
+      values = _mm512_add_epi32(values, _mm512_min_epi32(magnitude(x[i]), _mm512_set1_epi32(1)));  // zeros don't count
     }
   }
-  const int count = _mm512_reduce_add_epi32(values);
-  if (count == 0) return false;
-  const int power = 2 * (_mm512_reduce_add_epi32(exponents) / count - largest) + 2 * kLostPower;
-  return _mm512_reduce_add_ps(lost) > (power < -126 ? 0.0f : float(count) * from_bits(uint32_t(power + 127) << 23));
+  const float count = float(_mm512_reduce_add_epi32(values)), root = _mm512_reduce_add_ps(roots) / count;
+  return count > 0 && _mm512_reduce_add_ps(lost) / count > kLost2 * (root * root) * (root * root);
 }
 
 template <int Digits, class T>

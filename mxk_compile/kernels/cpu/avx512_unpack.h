@@ -6,6 +6,9 @@
 
 namespace {
 
+// As assembly: GCC takes functions that do nothing but prefetch for pure, and drops their calls.
+inline void prefetch(const uint8_t* at) { asm volatile("prefetcht0 %0" ::"m"(*at)); }
+
 // 16 x 16 dwords.
 inline void transpose(__m512i (&r)[16]) {
   __m512i t[16];
@@ -292,7 +295,7 @@ inline void unpack_lines(const Tile& tile, int64_t g, __m512i table, __m512i* w)
         const int k = 8 * d + 2 * j + half;
         if (k >= lines) break;
         const uint8_t* line = base + k * tile.weight_step;
-        _mm_prefetch(reinterpret_cast<const char*>(line + kGroup * tile.weight_step), _MM_HINT_T0);
+        prefetch(line + kGroup * tile.weight_step);
         const __m128i bytes = _mm_maskz_loadu_epi8(tail, line);
         v = _mm512_mask_broadcast_i32x4(v, __mmask16(15 << 4 * j), bytes);
       }

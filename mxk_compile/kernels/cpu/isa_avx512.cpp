@@ -170,8 +170,20 @@ void multiply_few(const __m512i* w, const Batch& batch, int64_t c, const float* 
 
 // ---- tiles ---------------------------------------------------------------------------------------------------------
 
-inline void fetch(const char*& at, const char* end, int lines) {
-  for (int i = 0; i < lines && at < end; ++i, at += 64) _mm_prefetch(at, _MM_HINT_T0);
+constexpr int64_t kAhead = 6;  // chunks: measured; the lines must reach the first cache but not crowd it
+
+// Asks for what the tile, or the one after it, will read kAhead chunks later, and for the next tile's scales.
+inline void fetch(const Tile& tile, int64_t c, int64_t chunks) {
+  const bool beyond = c + kAhead >= chunks;
+  const Tile* from = beyond ? tile.next : &tile;
+  if (from == nullptr) return;
+  const uint8_t* at = from->weight + (c + kAhead - (beyond ? chunks : 0)) * 64;
+  const int64_t step = from->weight_step, last = from->rows - 1;
+  for (int r = 0; r < 16; ++r) prefetch(at + (r < last ? r : last) * step);
+  if (tile.next == nullptr || c > 15) return;
+  const uint8_t* scale = tile.next->scale + (c < last ? c : last) * tile.next->scale_step;
+  const int64_t bytes = groups_of(tile.columns) * kGroup / tile.group * dtype_bytes(tile.scale_dtype);
+  for (int64_t i = 0; i < bytes; i += 64) prefetch(scale + i);
 }
 
 // Sums of the tile for all vectors; returns the rows that need exact.h.
@@ -181,14 +193,12 @@ uint32_t tile_loop(const Tile& tile, const Batch& two, const Batch& three, const
   const __m512i table = code_table(tile.format);
   const uint8_t* rows[16];
   for (int r = 0; r < 16; ++r) rows[r] = tile.weight + (r < tile.rows ? r : 0) * tile.weight_step;
-  const char *ahead = reinterpret_cast<const char*>(tile.ahead[0]), *ahead_end = ahead + tile.ahead_bytes[0];
-  const char *scale_ahead = reinterpret_cast<const char*>(tile.ahead[1]), *scale_end = scale_ahead + tile.ahead_bytes[1];
+  const int64_t chunks = chunks_of(tile.columns);
   const Scales<kLanes> all(tile, scratch);
   alignas(64) __m512i w[32];
   alignas(64) float scales[4 * 16], zeros[4 * 16];
-  for (int64_t c = 0; c < chunks_of(tile.columns); ++c) {
-    fetch(ahead, ahead_end, 16);
-    fetch(scale_ahead, scale_end, 4);
+  for (int64_t c = 0; c < chunks; ++c) {
+    if (!tile.transposed) fetch(tile, c, chunks);
     all.get(4 * c, scales, zeros);
     const int count = groups - 4 * c < 4 ? int(groups - 4 * c) : 4;
     if (tile.transposed)

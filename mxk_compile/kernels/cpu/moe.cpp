@@ -176,19 +176,6 @@ Tile make_tile(const MxkMoe& c, Role role, int64_t expert, int64_t row, int rows
   return tile;
 }
 
-// Lets `tile` fetch what `next` will read. Interleaved rows share their span with the other half of the pair: gate
-// takes the first half of it, up the second.
-void look_ahead(Tile& tile, const Tile& next, bool interleaved, Role role) {
-  if (next.transposed) return;
-  const uint8_t* bases[2] = {next.weight, next.scale};
-  const int64_t steps[2] = {next.weight_step, next.scale_step};
-  for (int i = 0; i < 2; ++i) {
-    const int64_t span = next.rows * steps[i];
-    tile.ahead[i] = bases[i] + (interleaved && role == kUp ? span / 2 - steps[i] / 2 : 0);
-    tile.ahead_bytes[i] = interleaved ? span / 2 : span;
-  }
-}
-
 struct ThreadScratch {
   TileScratch tile;
   float (*gate)[16];
@@ -259,7 +246,6 @@ void gate_up(Slab& s, const ThreadScratch& scratch) {
   const MxkMoe& c = *s.call;
   const Activation activation = {c.activation, float(c.alpha), float(c.limit)};
   const int64_t tiles = (c.intermediate + kTileRows - 1) / kTileRows, blocks = (tiles + s.block - 1) / s.block;
-  const bool interleaved = c.row_order == MXK_INTERLEAVED;
   struct Step {
     int64_t expert, tile, end;
     Tile gate, up;
@@ -286,10 +272,8 @@ void gate_up(Slab& s, const ThreadScratch& scratch) {
       load(next);
     else
       more = claim(next);
-    if (more) {
-      look_ahead(step.gate, next.gate, interleaved, kGate);
-      look_ahead(step.up, next.up, interleaved, kUp);
-    }
+    step.gate.next = &step.up;
+    step.up.next = more ? &next.gate : nullptr;
     const int64_t end = s.start[step.expert + 1];
     for (int64_t r = s.start[step.expert]; r < end; r += kTileTokens) {
       const int count = int(end - r < kTileTokens ? end - r : kTileTokens);
@@ -298,7 +282,6 @@ void gate_up(Slab& s, const ThreadScratch& scratch) {
       float* rows[kTileTokens];
       for (int t = 0; t < count; ++t) rows[t] = s.h_row[r + t] + step.tile * kTileRows;
       s.isa->activate(activation, scratch.gate, scratch.up, count, step.gate.rows, rows);
-      step.gate.ahead_bytes[0] = step.gate.ahead_bytes[1] = step.up.ahead_bytes[0] = step.up.ahead_bytes[1] = 0;
     }
     step = next;
   }
@@ -344,15 +327,12 @@ void down(Slab& s, const ThreadScratch& scratch) {
   while (item < tiles) {
     const int64_t next_item = s.claimed[3].fetch_add(1);
     for (int64_t a = 0; a < s.active; ++a) {
-      Tile tile = load(item, a);
-      if (a + 1 < s.active)
-        look_ahead(tile, load(item, a + 1), false, kDown);
-      else if (next_item < tiles)
-        look_ahead(tile, load(next_item, 0), false, kDown);
+      Tile tile = load(item, a), next;
+      const bool same = a + 1 < s.active;
+      if (same || next_item < tiles) next = load(same ? item : next_item, same ? a + 1 : 0), tile.next = &next;
       const int64_t end = s.start[s.experts[a] + 1];
       for (int64_t r = s.start[s.experts[a]]; r < end; r += kTileTokens) {
         s.isa->tile(tile, s.h_of + r, int(end - r < kTileTokens ? end - r : kTileTokens), scratch.tile, scratch.partial + r);
-        tile.ahead_bytes[0] = tile.ahead_bytes[1] = 0;
       }
     }
     const int64_t row = item * kTileRows;

@@ -66,9 +66,7 @@ struct Tile {
   int64_t column0, column_step;
   bool transposed;
   int rows;
-  // What the tile after this one will read: weights and scales.
-  const uint8_t* ahead[2];
-  int64_t ahead_bytes[2];
+  const Tile* next;  // what will be read after this one, of the same shape; null: unknown
 };
 
 inline int64_t scales_capacity(int64_t columns) { return (groups_of(columns) + 31) / 32 * 32; }
