@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
 import subprocess
@@ -165,23 +166,24 @@ def test_text_is_streamed_token_by_token_and_never_within_a_character() -> None:
 
 
 def test_generate_writes_each_token_before_it_computes_the_next(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[str] = []
+    arrived = io.BytesIO()
+    seen: list[int] = []
     feed = models.Session.feed
 
     def recording(self: Any, tokens: Any) -> torch.Tensor:
-        seen.append(capsys.readouterr().out)
+        seen.append(arrived.getvalue().count(b"<"))
         return feed(self, tokens)
 
     monkeypatch.setattr(models.Session, "feed", recording)
     monkeypatch.setattr(cli, "_pieces", lambda tokenizer, tokens: (f"<{token}>" for token in tokens))
     monkeypatch.setattr(models, "stop_tokens", lambda model: ())
+    # Buffers like a pipe: only what was flushed arrives.
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(arrived))
     command = ["generate", "--model", str(folder), "--prompt", "hello", "--max-new-tokens", "4", "--stock"]
     assert cli.main(command) == 0
-    seen.append(capsys.readouterr().out)
-    # Prompt, three more steps, the end: one token before each.
-    assert [len(re.findall(r"<\d+>", text)) for text in seen] == [0, 1, 1, 1, 1]
+    assert [*seen, arrived.getvalue().count(b"<")] == [0, 1, 2, 3, 4]
 
 
 def test_generate_with_the_backend_says_what_stock_says(
