@@ -124,7 +124,9 @@ def test_dynamic(layer: Layer, recorder: Recorder, dynamic: bool) -> None:
     with torch.no_grad():
         for count in (4, 9, 40):
             assert rel_l2(compiled(tokens(count)), layer(tokens(count))) < 1e-2
-    assert [node.fused for node in recorder.report.nodes] == ([True, False] if dynamic else [True, True, False])
+    assert [node.fused for node in recorder.report.nodes] == (
+        [True, False] if dynamic else [True, True, False]
+    )
 
 
 def test_lists_that_are_inputs(recorder: Recorder) -> None:
@@ -144,7 +146,12 @@ def test_reduce_overhead(layer: Layer, recorder: Recorder) -> None:
     if recorder.inner != "inductor":
         with pytest.raises(Exception, match="mode='reduce-overhead'"):
             torch.compile(layer, backend="mxk", mode=None)
-            mxk(fx.symbolic_trace(torch.nn.Identity()), [], mode="reduce-overhead", options={"inner_backend": "eager"})
+            mxk(
+                fx.symbolic_trace(torch.nn.Identity()),
+                [],
+                mode="reduce-overhead",
+                options={"inner_backend": "eager"},
+            )
         return
     compiled = torch.compile(layer, backend=lambda *a: recorder(*a, mode="reduce-overhead"))
     with torch.no_grad():
@@ -246,7 +253,9 @@ def test_cap_by_option(layer: Layer) -> None:
     with torch.no_grad():
         for cap, fused in ((0, False), (39, False), (40, True), ("any", True)):
             torch._dynamo.reset()
-            result = torch.compile(layer, backend="mxk", options={"inner_backend": "aot_eager", "max_tokens": cap})(x)
+            result = torch.compile(
+                layer, backend="mxk", options={"inner_backend": "aot_eager", "max_tokens": cap}
+            )(x)
             assert torch.equal(result, layer(x)) != fused
 
 
@@ -255,7 +264,12 @@ def test_dump(layer: Layer, tmp_path: pathlib.Path) -> None:
     with torch.no_grad():
         torch.compile(layer, backend="mxk", options=options)(tokens(4))
     names = sorted(path.name.split("_", 2)[2] for path in (tmp_path / "graphs").iterdir())
-    assert names == ["fuse_moe_after.txt", "fuse_moe_before.txt", "lower_moe_after.txt", "lower_moe_before.txt"]
+    assert names == [
+        "fuse_moe_after.txt",
+        "fuse_moe_before.txt",
+        "lower_moe_after.txt",
+        "lower_moe_before.txt",
+    ]
     texts = {path.name.split("_", 2)[2]: path.read_text() for path in (tmp_path / "graphs").iterdir()}
     assert "hpu.mixture_of_experts" in texts["fuse_moe_before.txt"]
     assert "mxk.moe" in texts["fuse_moe_after.txt"]
@@ -289,7 +303,10 @@ def test_a_pass_that_was_set_before_still_runs(layer: Layer) -> None:
         def uuid(self) -> str:
             return "before"
 
-    with torch._inductor.config.patch(post_grad_custom_pre_pass=Before(), force_disable_caches=True), torch.no_grad():
+    with (
+        torch._inductor.config.patch(post_grad_custom_pre_pass=Before(), force_disable_caches=True),
+        torch.no_grad(),
+    ):
         torch.compile(layer, backend="mxk")(tokens(4))
     assert len(seen) == 1
 
@@ -347,7 +364,9 @@ def test_cache_between_processes(tmp_path: pathlib.Path) -> None:
     def run(version: str) -> int:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
         command = [sys.executable, "-c", textwrap.dedent(_CACHED), version]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.count(f"passes of {version}")
 

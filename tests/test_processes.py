@@ -130,7 +130,9 @@ def test_children(how: str, tmp_path: pathlib.Path) -> None:
     """
     script = tmp_path / "children.py"  # spawn imports it again: it must be a file
     script.write_text(textwrap.dedent(code))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

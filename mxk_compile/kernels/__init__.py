@@ -24,8 +24,8 @@ def _say_once(reason: str) -> None:
     _logger.warning("mxk::moe runs its torch reference: %s", reason)
 
 
-_verdicts: dict[Any, str | None] = {}
-"""`supports` of the calls seen so far, by everything but T: checking a call anew would cost as much as a small one."""
+_verdicts: dict[Any, tuple[MoEDesc, str | None]] = {}
+"""Description and verdict of the calls seen so far, by all but T: to find them anew costs a small call."""
 
 
 def _moe(*args: Any, **attributes: Any) -> Tensor:
@@ -37,19 +37,27 @@ def _moe(*args: Any, **attributes: Any) -> Tensor:
         *(topk_weights.dtype, topk_weights.device, *shapes, *attributes.items()),
     )
     if not fits or key not in _verdicts:
-        _verdicts[key] = supports(MoEDesc.from_call(*args, **attributes))
-    return _run(_verdicts[key], *args, **attributes)
+        _verdicts[key] = _judge(*args, **attributes)
+    return _run(*_verdicts[key], *args, **attributes)
 
 
 def _moe_lists(*args: Any, **attributes: Any) -> Tensor:
-    # Checked in every call: each expert brings its own tensors.
-    return _run(supports(MoEDesc.from_call(*args, **attributes)), *args, **attributes)
+    # Judged in every call: each expert brings its own tensors.
+    return _run(*_judge(*args, **attributes), *args, **attributes)
 
 
-def _run(reason: str | None, *args: Any, **attributes: Any) -> Tensor:
+def _judge(*args: Any, **attributes: Any) -> tuple[MoEDesc, str | None]:
+    desc = MoEDesc.from_call(*args, **attributes)
+    return desc, supports(desc)
+
+
+def _run(desc: MoEDesc, reason: str | None, *args: Any, **attributes: Any) -> Tensor:
     """A fused kernel where one supports the call, else the fp32 torch reference, which says why once."""
     if reason is None:
-        return cpu.moe(*args, **attributes)
+        scalars = {
+            name: value for name, value in attributes.items() if name in ("alpha", "limit", "experts_min")
+        }
+        return cpu.moe(desc, *args, **scalars)
     _say_once(reason)
     return reference(*args, **attributes)
 

@@ -43,21 +43,14 @@ class MoEDesc:
     @classmethod
     def from_call(cls, hidden_states: Tensor, *args: Any, **attributes: Any) -> MoEDesc:
         """The description of a call of `mxk::moe` or `mxk::moe.lists`; raises CallError if the call is malformed."""
-        sizes = check_moe(hidden_states, *args, **attributes)
-        biases = [*args[8:10], attributes.get("w13_bias"), attributes.get("w2_bias")]
         return cls(
+            **vars(check_moe(hidden_states, *args, **attributes)),
             device=hidden_states.device.type,
             dtype=hidden_states.dtype,
-            hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
-            num_experts=sizes.num_experts,
-            top_k=sizes.top_k,
-            group_sizes=sizes.group_sizes,
             weight_format=attributes["weight_format"],
             pack_dim=attributes.get("pack_dim", "input"),
             row_order=attributes["row_order"],
             activation=attributes["activation"],
-            bias=any(bias is not None and len(bias) > 0 for bias in biases),
             per_route=attributes.get("per_route", False),
         )
 
@@ -73,7 +66,7 @@ class MoEDesc:
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """The kernel that was chosen: device type, provider ("cpp", "torch", ...) and variant (e.g. instruction set)."""
+    """The kernel that was chosen: device type, provider ("cpp": compiled C++) and variant (its instruction set)."""
 
     device: str
     provider: str

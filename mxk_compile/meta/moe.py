@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,28 +10,24 @@ from torch import Tensor
 
 from mxk_compile.errors import CallError
 from mxk_compile.ops import library
-from mxk_compile.ops.formats.mxfp4 import BLOCK as MXFP4_BLOCK_SIZE
+from mxk_compile.ops.formats import int4, mxfp4
+from mxk_compile.ops.moe import Weights, is_integer
 from mxk_compile.variants import ACTIVATIONS, PACK_DIMS, ROW_ORDERS, WEIGHT_FORMATS
 
-_INTEGERS = (
-    *(torch.int64, torch.int32, torch.int16, torch.int8),
-    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-)
-_SCALES = (torch.bfloat16, torch.float16, torch.float32)
+_SCALE_DTYPES = " or ".join(map(str, int4.SCALE_DTYPES))
 _VALUES_PER_ELEMENT = {torch.uint8: 2, torch.int32: 8}
-
-Weights = Tensor | Sequence[Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class MoESizes:
-    """Sizes that `check_moe` found: E, K, I, k, and the group sizes of w13 (along K) and w2 (along I)."""
+    """What `check_moe` found: E, K, I, k, group sizes of w13 (along K) and w2 (along I), any bias."""
 
     num_experts: int
     hidden_size: int
     intermediate_size: int
     top_k: int
     group_sizes: tuple[int, int]
+    bias: bool
 
 
 def check_moe(
@@ -68,7 +63,7 @@ def check_moe(
     _one_of("pack_dim", pack_dim, PACK_DIMS)
     if hidden_states.dim() != 2 or not hidden_states.is_floating_point():
         _refuse("hidden_states", _text(hidden_states), "[T, K], floating point")
-    if topk_ids.dim() != 2 or topk_ids.dtype not in _INTEGERS:
+    if topk_ids.dim() != 2 or not is_integer(topk_ids):
         _refuse("topk_ids", _text(topk_ids), "[T, k], an integer dtype such as int64 or int32")
     if topk_weights.dim() != 2 or not topk_weights.is_floating_point():
         _refuse("topk_weights", _text(topk_weights), "[T, k], floating point")
@@ -93,31 +88,30 @@ def check_moe(
     if pack_dim == "output" and weight_format == "mxfp4":
         _refuse("pack_dim", "'output' with mxfp4", "'input' for mxfp4")
 
-    w13_rows = _packed("w13", w13, hidden_size, weight_format, pack_dim, device=hidden_states.device)
+    device = hidden_states.device
+    w13_rows = _packed("w13", w13, hidden_size, weight_format, pack_dim, device)
     if not separate and w13_rows % 2:
         _refuse("w13", f"{w13_rows} rows", "an even number, gate and up")
     intermediate_size = w13_rows if separate else w13_rows // 2
-    w2_rows = _packed("w2", w2, intermediate_size, weight_format, pack_dim, device=hidden_states.device)
+    w2_rows = _packed("w2", w2, intermediate_size, weight_format, pack_dim, device)
     if w2_rows != hidden_size:
         _refuse("w2", f"{w2_rows} output rows", f"K = {hidden_size}, as hidden_states")
 
-    groups = []
-    for name, weight, scale, zero, rows, columns in (
-        ("w13", w13, w13_scale, w13_zero, w13_rows, hidden_size),
-        ("w2", w2, w2_scale, w2_zero, w2_rows, intermediate_size),
+    groups, biases = [], []
+    for name, weight, scale, zero, bias, rows, columns in (
+        ("w13", w13, w13_scale, w13_zero, w13_bias, w13_rows, hidden_size),
+        ("w2", w2, w2_scale, w2_zero, w2_bias, w2_rows, intermediate_size),
     ):
-        groups.append(_scales(name, len(weight), scale, rows, columns, weight_format, pack_dim))
+        shape, group_size = _scales(name, len(weight), scale, rows, columns, weight_format, pack_dim, device)
+        groups.append(group_size)
         if zero is not None and len(zero):
-            _zeros(name, zero, scale, weight_format, pack_dim)
-    for name, bias, count, rows in (
-        ("w13_bias", w13_bias, len(w13), w13_rows),
-        ("w2_bias", w2_bias, num_experts, w2_rows),
-    ):
+            _zeros(name, len(weight), zero, shape, weight_format, pack_dim, device)
+        biases.append(bias is not None and len(bias) > 0)
         if bias is not None and len(bias):
-            shape, dtype = _uniform(name, bias, count)
-            if tuple(shape) != (rows,) or dtype not in (torch.bfloat16, torch.float32):
-                _refuse(name, f"{list(shape)} {dtype} an expert", f"[{rows}], bfloat16 or float32")
-    return MoESizes(num_experts, hidden_size, intermediate_size, top_k, (groups[0], groups[1]))
+            given, dtype = _uniform(f"{name}_bias", bias, len(weight), device)
+            if tuple(given) != (rows,) or dtype not in int4.SCALE_DTYPES:
+                _refuse(f"{name}_bias", f"{list(given)} {dtype} an expert", f"[{rows}], {_SCALE_DTYPES}")
+    return MoESizes(num_experts, hidden_size, intermediate_size, top_k, (groups[0], groups[1]), any(biases))
 
 
 def _refuse(argument: str, given: str, allowed: str) -> NoReturn:
@@ -133,21 +127,19 @@ def _text(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {tensor.dtype}"
 
 
-def _uniform(
-    name: str, values: Weights, count: int, device: torch.device | None = None
-) -> tuple[Any, torch.dtype]:
-    """Shape and dtype of one expert's tensor; all experts must agree."""
+def _uniform(name: str, values: Weights, count: int, device: torch.device) -> tuple[Any, torch.dtype]:
+    """Shape and dtype of one expert's tensor; all experts must agree, and be where hidden_states is."""
     if len(values) != count:
         _refuse(name, f"{len(values)} experts", f"{count}, as the packed weight")
     if isinstance(values, Tensor):
-        if device is not None and values.device != device:
+        if values.device != device:
             _refuse(name, f"on {values.device}", f"{device}, as hidden_states")
         return values.shape[1:], values.dtype
     shape, dtype = values[0].shape, values[0].dtype
     for index, value in enumerate(values):
         if value.shape != shape or value.dtype != dtype:
             _refuse(f"{name}[{index}]", _text(value), f"{list(shape)} {dtype}, as {name}[0]")
-        if device is not None and value.device != device:
+        if value.device != device:
             _refuse(f"{name}[{index}]", f"on {value.device}", f"{device}, as hidden_states")
     return shape, dtype
 
@@ -158,63 +150,71 @@ def _packed(
     """Number of output rows of a packed weight whose input dimension must be `columns`."""
     shape, dtype = _uniform(name, values, len(values), device)
     factor = _VALUES_PER_ELEMENT.get(dtype)
-    allowed = (
+    dtypes = (
         ("uint8",) if weight_format == "mxfp4" else ("int32",) if pack_dim == "output" else ("uint8", "int32")
     )
-    if len(shape) != 2 or factor is None or str(dtype).removeprefix("torch.") not in allowed:
-        _refuse(name, f"{list(shape)} {dtype} an expert", f"a matrix of {' or '.join(allowed)}")
-    if pack_dim == "output":
-        if shape[0] != columns:
-            _refuse(name, f"{list(shape)} an expert", f"{columns} rows, one per input value")
-        return int(shape[1]) * factor
-    if shape[1] != -(-columns // factor):
-        _refuse(
-            name,
-            f"{list(shape)} {dtype} an expert",
-            f"{-(-columns // factor)} columns for {columns} input values",
-        )
-    return int(shape[0])
+    if len(shape) != 2 or factor is None or str(dtype).removeprefix("torch.") not in dtypes:
+        _refuse(name, f"{list(shape)} {dtype} an expert", f"a matrix of {' or '.join(dtypes)}")
+    transposed = pack_dim == "output"
+    given = int(shape[0]) if transposed else int(shape[1]) * factor
+    if given != columns:
+        _refuse(name, f"{list(shape)} {dtype} an expert, {given} input values", f"{columns} input values")
+    return int(shape[1]) * factor if transposed else int(shape[0])
 
 
 def _scales(
-    name: str, count: int, scale: Weights, rows: int, columns: int, weight_format: str, pack_dim: str
-) -> int:
-    """The group size along the input dimension that the scale's shape says."""
-    shape, dtype = _uniform(f"{name}_scale", scale, count)
-    transposed = pack_dim == "output"
-    num_groups = int(shape[0 if transposed else 1]) if len(shape) == 2 else 0
-    rows_given = shape[1 if transposed else 0] if len(shape) == 2 else None
-    dtypes: tuple[torch.dtype, ...]
+    name: str,
+    count: int,
+    scale: Weights,
+    rows: int,
+    columns: int,
+    weight_format: str,
+    pack_dim: str,
+    device: torch.device,
+) -> tuple[tuple[int, ...], int]:
+    """Shape of one expert's scale, and the group size along the input dimension that it says."""
+    shape, dtype = _uniform(f"{name}_scale", scale, count, device)
+    groups, outputs = (shape if pack_dim == "output" else reversed(shape)) if len(shape) == 2 else (0, 0)
     if weight_format == "mxfp4":
-        dtypes, fits = (torch.uint8,), num_groups == -(-columns // MXFP4_BLOCK_SIZE)
-        expected, group_size = f"ceil({columns} / {MXFP4_BLOCK_SIZE})", MXFP4_BLOCK_SIZE
+        group_size, dtypes = mxfp4.BLOCK, "torch.uint8"
+        fits = groups == -(-columns // mxfp4.BLOCK) and dtype == torch.uint8
     else:
-        dtypes, fits = _SCALES, num_groups > 0 and columns % num_groups == 0
-        expected, group_size = f"a divisor of {columns}", columns // max(num_groups, 1)
-    if not fits or rows_given != rows or dtype not in dtypes:
-        order = f"{expected} groups x {rows}" if transposed else f"{rows} x {expected} groups"
-        _refuse(
-            f"{name}_scale", f"{list(shape)} {dtype} an expert", f"{order}, {' or '.join(map(str, dtypes))}"
-        )
-    return group_size
+        dtypes, fits = _SCALE_DTYPES, dtype in int4.SCALE_DTYPES
+        group_size = int4.group_size(columns, int(groups)) if groups else 0
+    if not fits or outputs != rows or not groups:
+        allowed = f"one a group of {group_size or 'int4.GROUP_SIZES'} for {rows} outputs of {columns} inputs, {dtypes}"
+        _refuse(f"{name}_scale", f"{list(shape)} {dtype} an expert", allowed)
+    return tuple(shape), group_size
 
 
-def _zeros(name: str, zero: Weights, scale: Weights, weight_format: str, pack_dim: str) -> None:
+def _zeros(
+    name: str,
+    count: int,
+    zero: Weights,
+    scale_shape: tuple[int, ...],
+    weight_format: str,
+    pack_dim: str,
+    device: torch.device,
+) -> None:
     if weight_format != "uint4":
         _refuse(f"{name}_zero", f"given with {weight_format}", "zero points only with uint4")
-    shape, dtype = _uniform(f"{name}_zero", zero, len(scale))
-    scale_shape = tuple(scale[0].shape)
-    packed = (*scale_shape[:-1], scale_shape[-1] // 8)
-    if (dtype, tuple(shape)) != (torch.uint8, scale_shape) and (
-        pack_dim != "output" or (dtype, tuple(shape)) != (torch.int32, packed)
-    ):
-        allowed = f"{list(scale_shape)} uint8" + (f" or {list(packed)} int32" if pack_dim == "output" else "")
-        _refuse(f"{name}_zero", f"{list(shape)} {dtype} an expert", allowed)
+    shape, dtype = _uniform(f"{name}_zero", zero, count, device)
+    allowed = {torch.uint8: scale_shape}
+    if pack_dim == "output":
+        allowed[torch.int32] = (*scale_shape[:-1], scale_shape[-1] // 8)
+    if tuple(shape) != allowed.get(dtype):
+        texts = " or ".join(f"{list(shape)} {dtype}" for dtype, shape in allowed.items())
+        _refuse(f"{name}_zero", f"{list(shape)} {dtype} an expert", texts)
 
 
-def _fake_moe(hidden_states: Tensor, topk_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    check_moe(hidden_states, topk_ids, *args, **kwargs)
+def _fake_moe(
+    hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
     num_tokens, hidden_size = hidden_states.shape
+    # Ahead of check_moe, which cannot branch on sizes that are known only at run time.
+    for routing in (topk_ids, topk_weights):
+        torch._check(routing.shape[0] == num_tokens, lambda: "mxk::moe: one row of routes for each token")
+    check_moe(hidden_states, topk_ids, topk_weights, *args, **kwargs)
     if kwargs.get("per_route", False):
         return hidden_states.new_empty((num_tokens, topk_ids.shape[1], hidden_size))
     return hidden_states.new_empty((num_tokens, hidden_size))

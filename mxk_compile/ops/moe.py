@@ -44,6 +44,9 @@ from mxk_compile.errors import BackwardError
 from mxk_compile.ops import library
 from mxk_compile.ops.dequant import dequantize
 
+Weights = Tensor | Sequence[Tensor]
+"""One weight argument: stacked over the experts, or one tensor an expert."""
+
 
 def activate(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: float | None) -> Tensor:
     """The gated activation of `mxk::moe`; gate, up [..., I] of one dtype, result the same."""
@@ -62,18 +65,23 @@ def split_rows(w13: Tensor, row_order: str) -> tuple[Tensor, Tensor]:
     return (second, first) if row_order == "up_gate" else (first, second)
 
 
+def is_integer(tensor: Tensor) -> bool:
+    """Whether it can hold expert ids: any integer dtype."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
 def reference(
     hidden_states: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    w13: Sequence[Tensor] | Tensor,
-    w13_scale: Sequence[Tensor] | Tensor,
-    w2: Sequence[Tensor] | Tensor,
-    w2_scale: Sequence[Tensor] | Tensor,
-    w13_zero: Sequence[Tensor] | Tensor | None = None,
-    w2_zero: Sequence[Tensor] | Tensor | None = None,
-    w13_bias: Sequence[Tensor] | Tensor | None = None,
-    w2_bias: Sequence[Tensor] | Tensor | None = None,
+    w13: Weights,
+    w13_scale: Weights,
+    w2: Weights,
+    w2_scale: Weights,
+    w13_zero: Weights | None = None,
+    w2_zero: Weights | None = None,
+    w13_bias: Weights | None = None,
+    w2_bias: Weights | None = None,
     *,
     weight_format: str,
     row_order: str,
@@ -87,14 +95,17 @@ def reference(
 ) -> Tensor:
     """What `mxk::moe` computes, in fp32 torch on any device, one expert at a time; see the module docstring.
 
-    `round_intermediate=False` keeps the intermediate in fp32: the yardstick of the `rel_l2` figures.
+    The result has the dtype of hidden_states. `round_intermediate=False` keeps the intermediate in fp32: the yardstick
+    of the `rel_l2` figures. Raises CallError for packed weights and scales that do not go together.
     """
     (num_tokens, hidden_size), top_k = hidden_states.shape, topk_ids.shape[1]
     num_experts = len(w2)
 
-    def weight(values: Any, scales: Any, zeros: Any, index: int) -> Tensor:
-        zero = zeros[index] if zeros is not None and len(zeros) else None
-        return dequantize(values[index], scales[index], zero, weight_format=weight_format, pack_dim=pack_dim)
+    def project(x: Tensor, weight: Weights, scale: Weights, zero: Any, bias: Any, index: int) -> Tensor:
+        zero = zero[index] if zero is not None and len(zero) else None
+        values = dequantize(weight[index], scale[index], zero, weight_format=weight_format, pack_dim=pack_dim)
+        y = x @ values.T
+        return y + bias[index].float() if bias is not None and len(bias) else y
 
     # Integer comparison in 64 bits: 2**32 + 3 is not expert 3.
     slots = topk_ids.to(torch.int64) - experts_min
@@ -104,22 +115,15 @@ def reference(
         if token.numel() == 0:
             continue
         x = hidden_states[token].float()
+        gate_up = w13, w13_scale, w13_zero, w13_bias
         if row_order == "separate":
-            gate = x @ weight(w13, w13_scale, w13_zero, expert).T
-            up = x @ weight(w13, w13_scale, w13_zero, expert + num_experts).T
-            if w13_bias is not None and len(w13_bias):
-                gate, up = gate + w13_bias[expert].float(), up + w13_bias[expert + num_experts].float()
+            gate, up = project(x, *gate_up, expert), project(x, *gate_up, expert + num_experts)
         else:
-            h = x @ weight(w13, w13_scale, w13_zero, expert).T
-            if w13_bias is not None and len(w13_bias):
-                h = h + w13_bias[expert].float()
-            gate, up = split_rows(h, row_order)
+            gate, up = split_rows(project(x, *gate_up, expert), row_order)
         a = activate(gate, up, activation, alpha, limit)
         if round_intermediate:
             a = a.to(torch.bfloat16).float()
-        y = a @ weight(w2, w2_scale, w2_zero, expert).T
-        if w2_bias is not None and len(w2_bias):
-            y = y + w2_bias[expert].float()
+        y = project(a, w2, w2_scale, w2_zero, w2_bias, expert)
         routes[token, slot] = y * topk_weights[token, slot].float()[:, None]
     if per_route:
         return routes.to(hidden_states.dtype)

@@ -46,13 +46,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from mxk_compile.ops.dequant import dequantize
-from mxk_compile.ops.moe import activate, register_no_backward
+from mxk_compile.ops.moe import activate, is_integer, register_no_backward
 from mxk_compile.ops.stock_convert import (
     check_convert,
     convert_from_4bit,
     describe,
     dtype_name,
-    is_integer,
     refuse,
 )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mxk_compile.errors import CallError
 from mxk_compile.ops.formats.nibbles import as_bytes, unpack_nibbles
+from mxk_compile.ops.moe import is_integer
 
 
 def check_convert(
@@ -122,20 +123,15 @@ def _in_place(
 
 
 def refuse(name: str, given: str, allowed: str, advice: str) -> NoReturn:
-    """Raise the CallError of `hpu::name`."""
+    """Raises the CallError of `hpu::name`."""
     raise CallError(f"hpu::{name}", given, allowed, advice)
 
 
 def describe(tensor: Tensor) -> str:
-    """Give dtype and shape, for error texts."""
+    """Dtype and shape, for error texts."""
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Give the name without "torch."."""
+    """The name without "torch."."""
     return str(dtype).removeprefix("torch.")
-
-
-def is_integer(tensor: Tensor) -> bool:
-    """Whether it can hold ids."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

@@ -60,7 +60,9 @@ def matrix(case: MoECase, name: str, expert: int) -> Tensor:
     if attributes["weight_format"] == "int4":
         codes = torch.where(codes > 7, codes - 16, codes)
     else:
-        codes = codes - (8 if zero is None else zero[expert].to(torch.int64).repeat_interleave(repeat, dim=dim))
+        codes = codes - (
+            8 if zero is None else zero[expert].to(torch.int64).repeat_interleave(repeat, dim=dim)
+        )
     values = codes.double() * scale.double().repeat_interleave(repeat, dim=dim)
     return values.T if dim == 0 else values
 
@@ -103,7 +105,7 @@ def independent(case: MoECase) -> Tensor:
 def test_variants(run: Run, name: str, num_tokens: int) -> None:
     """Activation, bias, row order and output of every model row, at a small shape that is no power of two."""
     case = variant_case(
-        VARIANTS[name], num_tokens=num_tokens, hidden_size=480, intermediate_size=352, num_experts=8, rms=2.0
+        VARIANTS[name], num_tokens=num_tokens, hidden_size=160, intermediate_size=96, num_experts=8, rms=2.0
     )
     result, expected = run(case), independent(case)
     assert result.shape == expected.shape
@@ -117,7 +119,9 @@ def test_variants(run: Run, name: str, num_tokens: int) -> None:
 @pytest.mark.parametrize(("weight_format", "zero"), [("uint4", False), ("uint4", True), ("int4", False)])
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
 @pytest.mark.parametrize("row_order", ["gate_up", "interleaved"])
-def test_int4(run: Run, pack_dim: str, weight_format: str, zero: bool, group_size: int | None, row_order: str) -> None:
+def test_int4(
+    run: Run, pack_dim: str, weight_format: str, zero: bool, group_size: int | None, row_order: str
+) -> None:
     case = random_case(
         hidden_size=256, intermediate_size=128, weight_format=weight_format, zero=zero, pack_dim=pack_dim,
         group_size=group_size, row_order=row_order, bias=True, num_tokens=5, top_k=3,
@@ -147,6 +151,16 @@ def test_row_orders_are_the_same_layer(run: Run, row_order: str) -> None:
     assert torch.equal(run(case), run(base))
 
 
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_bias_dtypes(run: Run, dtype: torch.dtype) -> None:
+    case = random_case(bias=True, row_order="interleaved")
+    assert case.w13_bias is not None
+    assert case.w2_bias is not None
+    typed = dataclasses.replace(case, w13_bias=case.w13_bias.to(dtype), w2_bias=case.w2_bias.to(dtype))
+    assert rel_l2(run(typed), independent(typed)) < 3e-3
+
+
 def test_lists_are_the_same_call() -> None:
     for attributes in ({"bias": True}, {"weight_format": "uint4", "zero": True, "pack_dim": "output"}):
         case = random_case(**attributes)  # type: ignore[arg-type]
@@ -166,7 +180,9 @@ def test_separate_lists() -> None:
 def constant_experts(outputs: list[float], weights: list[float] | None = None) -> MoECase:
     """One token whose expert e returns outputs[e] everywhere: zero weights, w2_bias = output."""
     num = len(outputs)
-    case = random_case(num_tokens=1, num_experts=num, top_k=num, hidden_size=32, intermediate_size=32, bias=True)
+    case = random_case(
+        num_tokens=1, num_experts=num, top_k=num, hidden_size=32, intermediate_size=32, bias=True
+    )
     assert case.w2_bias is not None
     return dataclasses.replace(
         case,
@@ -195,7 +211,9 @@ def test_repeats_are_bit_equal_and_slots_may_be_permuted(run: Run) -> None:
     first = run(case)
     assert all(torch.equal(run(case), first) for _ in range(20))
     order = torch.tensor([2, 0, 3, 1])
-    permuted = dataclasses.replace(case, topk_ids=case.topk_ids[:, order], topk_weights=case.topk_weights[:, order])
+    permuted = dataclasses.replace(
+        case, topk_ids=case.topk_ids[:, order], topk_weights=case.topk_weights[:, order]
+    )
     assert rel_l2(run(permuted), first) < 3e-3
 
 

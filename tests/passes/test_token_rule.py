@@ -22,14 +22,17 @@ def symbol(hint: int, low: int = 2, high: int | None = None) -> torch.SymInt:
     environment = ShapeEnv()
     source = ConstantSource("T")
     bounds = StrictMinMaxConstraint(vr=ValueRanges(low, int_oo if high is None else high), warn_only=False)
-    expression = environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=bounds)
+    expression = environment.create_symbol(
+        hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=bounds
+    )
     size = environment.create_symintnode(expression, hint=hint, source=source)
     assert isinstance(size, torch.SymInt)
     return size
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "cap", "fused"), [(0, 32, True), (32, 32, True), (33, 32, False), (1, 0, False), (10**9, None, True)]
+    ("num_tokens", "cap", "fused"),
+    [(0, 32, True), (32, 32, True), (33, 32, False), (1, 0, False), (10**9, None, True)],
 )
 def test_static(num_tokens: int, cap: int | None, fused: bool) -> None:
     rule = token_rule.decide(num_tokens, cap, can_guard=False)
@@ -100,7 +103,9 @@ def test_graph_without_shapes_stays_stock() -> None:
     """A bare traced graph carries no fake values: nothing can be known, so nothing is rewritten."""
     case = random_case(num_experts=2)
 
-    def call(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, s13: Tensor, s2: Tensor) -> Tensor:
+    def call(
+        x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, s13: Tensor, s2: Tensor
+    ) -> Tensor:
         lists = [[stack[0], stack[1]] for stack in (w13, w2, s13, s2)]
         return torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights(
             x, ids, weights, *lists, block_size=32, permuted_weights=True, activation="silu", experts_min=0,

@@ -12,7 +12,6 @@ import hashlib
 import logging
 import math
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mxk_compile.errors import KernelError
+from mxk_compile.ops.moe import Weights
 from mxk_compile.settings import settings
 from mxk_compile.variants import ACTIVATIONS, ROW_ORDERS, WEIGHT_FORMATS
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from mxk_compile.kernels.desc import MoEDesc
 
 LIBRARY = Path(__file__).with_name("libmxk_cpu.so")
-GROUP = 32  # kGroup of tile.h: the library's unit of scales
 
 _logger = logging.getLogger("mxk_compile.kernels")
 
@@ -47,10 +46,8 @@ _DTYPES = {dtype: index for index, dtype in enumerate((*_INTEGERS, *_FLOATS))}
 _FORMATS = {name: index for index, name in enumerate(WEIGHT_FORMATS)}
 _ROW_ORDERS = {name: index for index, name in enumerate(ROW_ORDERS)}
 _ACTIVATIONS = {name: index for index, name in enumerate(ACTIVATIONS)}
-_PROJECTION_FIELDS = 15
-_CALL = struct.Struct(f"={2 * _PROJECTION_FIELDS + 24}q2d")
-
-Weights = Tensor | Sequence[Tensor]
+_PROJECTION = struct.Struct("=15q")
+_CALL = struct.Struct("=24q2d")
 
 
 @functools.cache
@@ -63,7 +60,7 @@ def _open() -> ctypes.CDLL | str:
     except OSError as error:
         return f"{LIBRARY.name} cannot be loaded: {error}"
     library.mxk_cpu_abi.restype = ctypes.c_int64
-    if library.mxk_cpu_abi() != _CALL.size:
+    if library.mxk_cpu_abi() != 2 * _PROJECTION.size + _CALL.size:
         return f"{LIBRARY.name} was built from other sources; reinstall the package"
     library.mxk_cpu_moe.argtypes = [ctypes.c_char_p]
     library.mxk_cpu_isa.restype = library.mxk_cpu_threads.restype = ctypes.c_char_p
@@ -118,14 +115,8 @@ def supports(desc: MoEDesc) -> str | None:
         return f"CPU kernels: {reason}"
     if desc.dtype != torch.bfloat16:
         return f"CPU kernels: hidden_states are {desc.dtype}; allowed: torch.bfloat16"
-    for name, size, group in (
-        ("K", desc.hidden_size, desc.group_sizes[0]),
-        ("I", desc.intermediate_size, desc.group_sizes[1]),
-    ):
-        if size % 2 or size == 0:
-            return f"CPU kernels: {name} = {size}; allowed: even sizes"
-        if group % GROUP and group < size:
-            return f"CPU kernels: {group} values a scale along {name}; allowed: multiples of {GROUP}, or a scale a row"
+    if desc.hidden_size == 0 or desc.intermediate_size == 0:
+        return f"CPU kernels: K = {desc.hidden_size}, I = {desc.intermediate_size}; allowed: sizes above 0"
     return None
 
 
@@ -144,24 +135,45 @@ def _dense(tensor: Tensor, name: str) -> Tensor:
     return tensor.contiguous()
 
 
-def _tensor(value: Weights | None, name: str, keep: list[object]) -> tuple[int, int, int, int]:
-    """Address (of the stack or of an array of pointers), strides in bytes of expert and line, and dtype."""
-    if value is None or len(value) == 0:
-        return 0, 0, 0, 0
+_pointer_arrays: list[object] = []
+_layouts: dict[object, bytes] = {}
+"""MxkProjection fields of the weights seen so far, by address and layout: describing them anew costs a small call."""
+_MOST_LAYOUTS = 4096
+
+
+def _identity(value: Weights | None) -> object:
+    """What of a weight argument its fields depend on; `check_moe` makes sure that a list's tensors are alike."""
     if isinstance(value, Tensor):
-        value = _dense(value, name)
-        keep.append(value)
-        size, strides = value.element_size(), value.stride()
-        return value.data_ptr(), strides[0] * size, strides[1] * size, _DTYPES[value.dtype]
+        return value.data_ptr(), value.shape, value.stride(), value.dtype
+    if not value:
+        return None
+    first = value[0]
+    return tuple(map(Tensor.data_ptr, value)), first.shape, first.stride(), first.dtype
+
+
+def _tensor(value: Weights | None, name: str, keep: list[object]) -> tuple[int, int, int, int]:
+    """Address (of the stack, or of an array of pointers), strides in bytes of expert and line, and dtype.
+
+    Copies, which must outlive the call, go to `keep`.
+    """
+    if isinstance(value, Tensor):
+        dense = _dense(value, name)
+        if dense is not value:
+            keep.append(dense)
+        size, strides = dense.element_size(), dense.stride()
+        return dense.data_ptr(), strides[0] * size, strides[1] * size, _DTYPES[dense.dtype]
+    if not value:
+        return 0, 0, 0, 0
     tensors = [_dense(tensor, name) for tensor in value]
-    strides = tensors[0].stride()
-    if any(tensor.stride() != strides for tensor in tensors):
+    if any(tensor.stride() != tensors[0].stride() for tensor in tensors):
+        _warn_copy(name)
         tensors = [tensor.contiguous() for tensor in tensors]
-        strides = tensors[0].stride()
+    keep += [dense for dense, tensor in zip(tensors, value, strict=True) if dense is not tensor]
+    first = tensors[0]
     pointers = struct.pack(f"={len(tensors)}q", *map(Tensor.data_ptr, tensors))
     buffer = ctypes.create_string_buffer(pointers, len(pointers))
-    keep.append((tensors, buffer))
-    return ctypes.addressof(buffer), 0, strides[0] * tensors[0].element_size(), _DTYPES[tensors[0].dtype]
+    (keep if keep else _pointer_arrays).append(buffer)
+    return ctypes.addressof(buffer), 0, first.stride(0) * first.element_size(), _DTYPES[first.dtype]
 
 
 def _projection(
@@ -172,19 +184,29 @@ def _projection(
     bias: Weights | None,
     group: int,
     keep: list[object],
-) -> tuple[int, ...]:
-    """The fields of MxkProjection."""
-    weights, weight_expert, weight_line, _ = _tensor(weight, name, keep)
-    scales, scale_expert, scale_line, scale_dtype = _tensor(scale, f"{name}_scale", keep)
-    zeros, zero_expert, zero_line, zero_dtype = _tensor(zero, f"{name}_zero", keep)
-    biases, bias_expert, _, bias_dtype = _tensor(bias, f"{name}_bias", keep)
-    return (
+) -> bytes:
+    """MxkProjection, from the cache if these tensors were described before."""
+    key = _identity(weight), _identity(scale), _identity(zero), _identity(bias), group
+    fields = _layouts.get(key)
+    if fields is not None:
+        return fields
+    copies: list[object] = [] if len(_layouts) < _MOST_LAYOUTS else [None]
+    weights, weight_expert, weight_line, _ = _tensor(weight, name, copies)
+    scales, scale_expert, scale_line, scale_dtype = _tensor(scale, f"{name}_scale", copies)
+    zeros, zero_expert, zero_line, zero_dtype = _tensor(zero, f"{name}_zero", copies)
+    biases, bias_expert, _, bias_dtype = _tensor(bias, f"{name}_bias", copies)
+    fields = _PROJECTION.pack(
         *(weights, scales, zeros, biases, weight_expert, weight_line, scale_expert, scale_line, scale_dtype),
         *(zero_expert, zero_line, zero_dtype, bias_expert, bias_dtype, group),
     )
+    if not copies:  # the address of a copy dies with this call
+        _layouts[key] = fields
+    keep += copies
+    return fields
 
 
 def moe(
+    desc: MoEDesc,
     hidden_states: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -197,58 +219,35 @@ def moe(
     w13_bias: Weights | None = None,
     w2_bias: Weights | None = None,
     *,
-    weight_format: str,
-    row_order: str,
-    activation: str,
     alpha: float = 1.0,
     limit: float | None = None,
-    pack_dim: str = "input",
     experts_min: int = 0,
-    per_route: bool = False,
 ) -> Tensor:
     """`mxk::moe` or `mxk::moe.lists` on CPU: a new bf16 tensor, [T, K] or with `per_route` [T, k, K].
 
-    Arguments as in ops/moe.py, already checked by `check_moe`, and of a description that `supports` accepts.
+    Args:
+        desc: the call's description, which `supports` accepts; the other arguments as in ops/moe.py.
 
     Raises:
         KernelError: the library is missing, or scratch memory could not be had.
     """
-    num_tokens, hidden_size = hidden_states.shape
-    top_k = topk_ids.shape[1]
-    output_packed = pack_dim == "output"
-    lists = not isinstance(w2, Tensor)
-    first, first_scale = w2[0], w2_scale[0]
-    intermediate_size = (
-        first.shape[0] if output_packed else first.shape[1] * (2 if first.dtype == torch.uint8 else 8)
-    )
-    groups = w13_scale[0].shape[0 if output_packed else 1], first_scale.shape[0 if output_packed else 1]
-    if weight_format == "mxfp4":
-        group_sizes = GROUP, GROUP
-    else:
-        group_sizes = hidden_size // groups[0], intermediate_size // groups[1]
-
+    num_tokens, top_k, hidden_size = hidden_states.shape[0], desc.top_k, desc.hidden_size
     hidden_states = _dense(hidden_states, "hidden_states")
-    shape = (num_tokens, top_k, hidden_size) if per_route else (num_tokens, hidden_size)
+    shape = (num_tokens, top_k, hidden_size) if desc.per_route else (num_tokens, hidden_size)
     out = torch.empty(shape, dtype=torch.bfloat16)
     keep: list[object] = []
     ids_size, weights_size = topk_ids.element_size(), topk_weights.element_size()
     ids_strides, weights_strides = topk_ids.stride(), topk_weights.stride()
-    call = _CALL.pack(
-        *_projection("w13", w13, w13_scale, w13_zero, w13_bias, group_sizes[0], keep),
-        *_projection("w2", w2, w2_scale, w2_zero, w2_bias, group_sizes[1], keep),
+    call = _projection("w13", w13, w13_scale, w13_zero, w13_bias, desc.group_sizes[0], keep)
+    call += _projection("w2", w2, w2_scale, w2_zero, w2_bias, desc.group_sizes[1], keep)
+    call += _CALL.pack(
         *(hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), out.data_ptr()),
         hidden_states.stride(0) * 2,
         *(_DTYPES[topk_ids.dtype], ids_strides[0] * ids_size, ids_strides[1] * ids_size),
         *(_DTYPES[topk_weights.dtype], weights_strides[0] * weights_size, weights_strides[1] * weights_size),
-        *(num_tokens, top_k, hidden_size, intermediate_size, len(w2), experts_min),
-        *(
-            _FORMATS[weight_format],
-            output_packed,
-            _ROW_ORDERS[row_order],
-            _ACTIVATIONS[activation],
-            per_route,
-            lists,
-        ),
+        *(num_tokens, top_k, hidden_size, desc.intermediate_size, desc.num_experts, experts_min),
+        *(_FORMATS[desc.weight_format], desc.pack_dim == "output", _ROW_ORDERS[desc.row_order]),
+        *(_ACTIVATIONS[desc.activation], desc.per_route, not isinstance(w2, Tensor)),
         torch.get_num_threads(),
         alpha,
         math.inf if limit is None else limit,

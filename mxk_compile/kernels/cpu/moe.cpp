@@ -158,7 +158,7 @@ Tile make_tile(const MxkMoe& c, Role role, int64_t expert, int64_t row, int rows
   tile.zero = expert_base(c, p.zero, p.zero_expert, index);
   tile.bias = expert_base(c, p.bias, p.bias_expert, index);
   tile.weight_step = p.weight_line, tile.scale_step = p.scale_line, tile.zero_step = p.zero_line;
-  tile.bias_step = (p.bias_dtype == MXK_BF16 ? 2 : 4);
+  tile.bias_step = (p.bias_dtype == MXK_F32 ? 4 : 2);
   if (tile.bias) tile.bias += first * tile.bias_step, tile.bias_step *= step;
   if (c.output_packed) {
     tile.column0 = first, tile.column_step = step;
