@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxk_compile.kernels import cpu
+from mxk_compile.kernels import MoEDesc, cpu
 from mxk_compile.ops.dequant import dequantize
 from mxk_compile.testing import MoECase, random_case, rel_l2, variant_case
 from mxk_compile.variants import VARIANTS
@@ -55,8 +55,16 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     select("auto")
 
 
+def moe(*arguments: Any, **attributes: Any) -> Tensor:
+    """The kernel itself: never the reference in its place."""
+    desc = MoEDesc.from_call(*arguments, **attributes)
+    assert cpu.supports(desc) is None
+    scalars = {name: attributes[name] for name in ("alpha", "limit", "experts_min") if name in attributes}
+    return cpu.moe(desc, *arguments, **scalars)
+
+
 def run(case: MoECase, **changes: Any) -> Tensor:
-    return cpu.moe(*case.routing, *case.weights, **{**case.attributes, **changes})
+    return moe(*case.routing, *case.weights, **{**case.attributes, **changes})
 
 
 def bits(a: Tensor, b: Tensor) -> bool:
@@ -137,7 +145,7 @@ def test_variants(isa: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["mxfp4-gptoss", "uint4-channel-zero", "uint4-output-zero"])
 def test_lists(isa: str, name: str) -> None:
     case = random_case(**FORMATS[name])
-    assert bits(cpu.moe(*case.routing, *case.lists, **case.attributes), run(case))
+    assert bits(moe(*case.routing, *case.lists, **case.attributes), run(case))
 
 
 def test_separate_rows(isa: str) -> None:
@@ -148,7 +156,7 @@ def test_separate_rows(isa: str) -> None:
         return [r.chunk(2)[0].clone() for r in rows] + [r.chunk(2)[1].clone() for r in rows]
 
     weights = (separate(w13), separate(w13_scale), w2, w2_scale, [], [], separate(w13_bias), w2_bias)
-    result = cpu.moe(*case.routing, *weights, **{**case.attributes, "row_order": "separate"})
+    result = moe(*case.routing, *weights, **{**case.attributes, "row_order": "separate"})
     assert bits(result, run(case))
 
 
@@ -268,7 +276,7 @@ def test_a_token_does_not_depend_on_its_batch(isa: str) -> None:
     whole = run(case)
     for t in (0, 13, 39):
         single = [tensor[t : t + 1] for tensor in case.routing]
-        assert bits(cpu.moe(*single, *case.weights, **case.attributes), whole[t : t + 1])
+        assert bits(moe(*single, *case.weights, **case.attributes), whole[t : t + 1])
 
 
 def test_python_threads(isa: str) -> None:
@@ -373,7 +381,7 @@ def test_single_products_are_exact(isa: str) -> None:
     # swiglu_oai of gate = large, up = 0: h = gate * sigmoid = 16 from the bias alone, in row 0
     bias = torch.zeros(1, 64)
     bias[0, 0] = 64.0
-    result = cpu.moe(
+    result = moe(
         x, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), w13, w13_scale, w2, w2_scale, None, None, bias, None,
         weight_format="mxfp4", row_order="gate_up", activation="swiglu_oai", alpha=4.0,
     )  # fmt: skip
