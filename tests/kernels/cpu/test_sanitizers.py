@@ -1,0 +1,50 @@
+"""The kernel library under the address, undefined-behaviour and thread sanitizers, driven by driver.cpp."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+def _setup() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("mxk_setup", ROOT / "setup.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_random_calls(tmp_path: Path, sanitizer: str) -> None:
+    # -O1: half the compile time; libgomp is linked here because no torch brings it.
+    flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1", "-g"]
+    library = tmp_path / "libmxk_cpu.so"
+    _setup().build(library, tmp_path / "objects", flags)
+    driver = tmp_path / "driver"
+    command = [str(COMPILER), "-std=c++17", *flags, "-I", str(ROOT / "mxk_compile/kernels/cpu")]
+    command += [
+        str(Path(__file__).with_name("driver.cpp")),
+        str(library),
+        f"-Wl,-rpath,{tmp_path}",
+        "-o",
+        str(driver),
+    ]
+    subprocess.run([*command, "-Wl,--no-as-needed", "-lgomp", "-lpthread"], check=True)
+    # The thread sanitizer does not see libgomp's own synchronisation: there, threads are callers at once instead.
+    rounds, environment = ("60", {}) if "address" in sanitizer else ("30", {"OMP_THREAD_LIMIT": "1"})
+    result = subprocess.run(
+        [str(driver), rounds], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert result.stdout.strip() == "ok", result.stdout + result.stderr[-4000:]
