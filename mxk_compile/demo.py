@@ -38,6 +38,9 @@ _MAX_TEXT_TOKENS = 128
 _PREFILL_TOKENS = 64
 """More than the cap of the fused kernels, so that the table shows the stock op."""
 _WARM_UP_TOKENS = 4
+# A step of a model that fits the caches is shorter than what its threads wait for each other: torch's pool and that
+# of Inductor's code are two, and where cores are few or busy each spins on the core that the other needs.
+_ONE_THREAD_BYTES = 64 << 20
 # Ranges that the profiler sees: ours, Inductor's around its compiled code, and the op.
 _STEP, _GRAPH, _MOE = "mxk decode step", "## Call CompiledFxGraph", "mxk::moe"
 
@@ -119,12 +122,21 @@ def _has_compiler() -> bool:
 
 def run_demo(folder: Path, prompt: str, new_tokens: int, profile: bool, out: Any = None) -> None:
     """Runs everything and prints it to `out` (stdout); raises MxkError for a folder that cannot be loaded."""
+    model = models.load(folder)
+    num_threads = torch.get_num_threads()
+    if sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) < _ONE_THREAD_BYTES:
+        torch.set_num_threads(1)
+    try:
+        _run(model, folder, prompt, new_tokens, profile, out)
+    finally:
+        torch.set_num_threads(num_threads)
 
+
+def _run(model: Any, folder: Path, prompt: str, new_tokens: int, profile: bool, out: Any) -> None:
     def say(*lines: object) -> None:
         print(*lines, sep="\n", file=out or sys.stdout, flush=True)
 
     started = time.perf_counter()
-    model = models.load(folder)
     tokenizer = models.load_tokenizer(folder)
     ids = prompt_tokens(tokenizer, prompt)
     text_ids, text_name = held_out_tokens(folder, tokenizer)
@@ -133,7 +145,7 @@ def run_demo(folder: Path, prompt: str, new_tokens: int, profile: bool, out: Any
     say(
         f"model      {folder}: {config.num_hidden_layers} layers, {config.num_local_experts} experts, "
         f"top-{config.num_experts_per_tok}, K={config.hidden_size}, I={config.intermediate_size}",
-        f"machine    {torch.get_num_threads()} threads, torch {torch.__version__}",
+        f"machine    {torch.get_num_threads()} thread(s), torch {torch.__version__}",
         "memory     " + memory_line(model),
     )
 
