@@ -28,8 +28,8 @@ class Context:
         """Records a decision and logs it: a fused node or a call over the cap for information, other reasons once."""
         self.report.nodes.append(node)
         if node.reason is None:
-            logger.info("%s: %s (%s) fused, %s", node.layer, node.stock_op, node.desc, node.token_rule)
-        elif node.token_rule:
+            logger.info("%s: %s (%s) fused, %s", node.layer, node.stock_op, node.desc, node.tokens)
+        elif node.tokens:
             logger.info("%s: %s stays stock: %s", node.layer, node.stock_op, node.reason)
         else:
             say_stock_once(node.stock_op, node.reason)

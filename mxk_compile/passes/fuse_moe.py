@@ -11,7 +11,7 @@ Lists that are graph inputs go to `mxk.moe.lists` as they are; float overloads a
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 from typing import Any
 
 import torch
@@ -23,14 +23,23 @@ from mxk_compile.passes import token_rule
 from mxk_compile.passes.arguments import bind, fake_arguments, overload_of
 from mxk_compile.passes.context import Context
 from mxk_compile.passes.report import NodeReport
-from mxk_compile.passes.stacks import is_restackable, restack
-from mxk_compile.passes.stock_forms import ACTIVATIONS, ANY_VALUE, FORMS, ROUTING, StockForm
+from mxk_compile.passes.stacks import find_stack
+from mxk_compile.passes.stock_forms import ANY_VALUE, FORMS, ROUTING, StockForm
 
-_WEIGHT_ARGUMENTS = ("w13", "w13_scale", "w2", "w2_scale", "w13_zero", "w2_zero", "w13_bias", "w2_bias")
+Nodes = list[fx.Node]
 
 
 class Declined(Exception):
     """The node stays stock, for the reason in the text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of `mxk::moe.lists`: routing, the eight weight lists in schema order, attributes."""
+
+    routing: list[fx.Node]
+    weights: list[Nodes]
+    attributes: dict[str, Any]
 
 
 def fuse_moe(module: fx.GraphModule, context: Context) -> int:
@@ -53,8 +62,8 @@ def fuse_moe(module: fx.GraphModule, context: Context) -> int:
     return count
 
 
-def _read(overload: torch._ops.OpOverload, node: fx.Node) -> dict[str, Any]:
-    """The node's call as arguments of `mxk::moe.lists`; raises Declined."""
+def _read(overload: torch._ops.OpOverload, node: fx.Node) -> Call:
+    """The stock node's call in terms of `mxk::moe.lists`; raises Declined."""
     form = FORMS.get(overload._overloadname)
     if form is None:
         raise Declined(f"overload {overload._overloadname!r} is not one of {', '.join(FORMS)}")
@@ -62,34 +71,33 @@ def _read(overload: torch._ops.OpOverload, node: fx.Node) -> dict[str, Any]:
     if bound is None:
         raise Declined("the arguments do not fit the overload's schema")
     _check_flags(form, overload, bound)
-    lists = {name: _nodes(name, bound[name]) for name in (*form.weights, *form.scales, *form.biases)}
-    weights = [lists[name] for name in form.weights]
-    call: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "weight_format": form.weight_format,
         "row_order": form.row_order,
-        "activation": form.activation or ACTIVATIONS.get(bound["activation"]),
+        "activation": form.activation or bound["activation"],
         "pack_dim": form.pack_dim,
         "experts_min": bound["experts_min"],
     }
-    if call["activation"] is None:
-        raise Declined(f"activation {bound['activation']!r} is not one of {', '.join(ACTIVATIONS)}")
     if form.activation is not None:
-        call["alpha"], call["limit"] = bound["alpha"], bound["limit"]
+        attributes |= {"alpha": bound["alpha"], "limit": bound["limit"]}
+    elif attributes["activation"] != "silu":
+        raise Declined(f"activation {bound['activation']!r}, a fused kernel needs 'silu'")
     num_experts = bound["experts_max"] - bound["experts_min"] + 1
+    lists = {name: _nodes(name, bound[name]) for name in (*form.weights, *form.scales, *form.biases)}
     for name, values in lists.items():
         if len(values) != num_experts:
             raise Declined(f"{name} lists {len(values)} experts, experts_min..experts_max are {num_experts}")
 
-    zeros: list[list[fx.Node]] = [[] for _ in weights]
+    packed = [lists[name] for name in form.weights]
+    scales = [lists[name] for name in form.scales]
+    zeros: list[Nodes] = [[] for _ in packed]
     if form.weight_format is None:
-        call["weight_format"], weights, scales, zeros = _read_conversions(weights)
-    else:
-        scales = [lists[name] for name in form.scales]
-    for suffix, (*w13, w2) in (("", weights), ("_scale", scales), ("_zero", zeros)):
-        call[f"w13{suffix}"], call[f"w2{suffix}"] = list(itertools.chain(*w13)), w2
-    call["w13_bias"], call["w2_bias"] = [lists[name] for name in form.biases] or [[], []]
-    call["routing"] = [bound[name] for name in ROUTING]
-    return call
+        attributes["weight_format"], packed, scales, zeros = _read_conversions(packed)
+    biases = [lists[name] for name in form.biases] or [[], []]
+    # Gate and up of separate lists are one w13 list: all gates, then all ups.
+    w13, w13_scale, w13_zero = ([node for nodes in v[:-1] for node in nodes] for v in (packed, scales, zeros))
+    weights = [w13, w13_scale, packed[-1], scales[-1], w13_zero, zeros[-1], *biases]
+    return Call([bound[name] for name in ROUTING], weights, attributes)
 
 
 def _check_flags(form: StockForm, overload: torch._ops.OpOverload, bound: dict[str, Any]) -> None:
@@ -107,16 +115,16 @@ def _check_flags(form: StockForm, overload: torch._ops.OpOverload, bound: dict[s
             raise Declined(f"{name} is computed in the graph, a fused kernel needs a constant")
 
 
-def _nodes(name: str, values: Any) -> list[fx.Node]:
+def _nodes(name: str, values: Any) -> Nodes:
     if not isinstance(values, (list, tuple)) or not all(isinstance(value, fx.Node) for value in values):
         raise Declined(f"{name} is not a list of tensors in the graph")
     return list(values)
 
 
-def _read_conversions(weights: list[list[fx.Node]]) -> tuple[str, list[Any], list[Any], list[Any]]:
-    """Packed weights, scales and zero points behind float weights that all are conversions of one kind."""
+def _read_conversions(weights: list[Nodes]) -> tuple[str, list[Nodes], list[Nodes], list[Nodes]]:
+    """Format, packed weights, scales and zero points behind float weights that all are conversions of one kind."""
     kinds = set()
-    result: list[list[list[fx.Node]]] = [[], [], []]
+    result: tuple[list[Nodes], list[Nodes], list[Nodes]] = ([], [], [])
     for values in weights:
         bounds = []
         for value in values:
@@ -129,54 +137,50 @@ def _read_conversions(weights: list[list[fx.Node]]) -> tuple[str, list[Any], lis
                 raise Declined(f"{name} with a group_index or an out_dtype other than bfloat16")
             kinds.add((name.removeprefix("hpu::convert_from_"), bound["zero_point"] is None))
             bounds.append(bound)
-        for target, argument in zip(result, ("input", "scale", "zero_point"), strict=True):
-            target.append([bound[argument] for bound in bounds if bound[argument] is not None])
+        for found, argument in zip(result, ("input", "scale", "zero_point"), strict=True):
+            found.append([bound[argument] for bound in bounds if bound[argument] is not None])
     if len(kinds) != 1:
         raise Declined("conversions of several kinds feed one call")
     weight_format, without_zero = kinds.pop()
+    # Unsigned codes without a zero point are 0..15 to the stock op, -8..7 to ours; signed ones take none here.
     if without_zero != (weight_format == "int4"):
         raise Declined(f"convert_from_{weight_format} {'without' if without_zero else 'with'} zero_point")
-    return weight_format, result[0], result[1], result[2]
+    return weight_format, *result
 
 
-def _arguments(call: dict[str, Any], weights: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-    attributes = {k: v for k, v in call.items() if k not in _WEIGHT_ARGUMENTS and k != "routing"}
-    return [*call["routing"], *weights], attributes
-
-
-def _decide(call: dict[str, Any], report: NodeReport, context: Context) -> None:
-    """Asks the token rule and `supports`; raises Declined."""
-    args, attributes = _arguments(call, [call[name] for name in _WEIGHT_ARGUMENTS])
-    fakes = fake_arguments(args)
+def _decide(call: Call, report: NodeReport, context: Context) -> None:
+    """Asks `supports` and the token rule; raises Declined."""
+    fakes = fake_arguments([*call.routing, *call.weights])
     if any(value is None for value in fakes[:3]):
         raise Declined("the graph carries no shapes (no 'val' or 'example_value' in its nodes)")
     try:
-        report.desc = MoEDesc.from_call(*fakes, **attributes)
+        report.desc = MoEDesc.from_call(*fakes, **call.attributes)
     except CallError as error:
         raise Declined(str(error)) from error
     if (reason := supports(report.desc)) is not None:
         raise Declined(reason)
     rule = token_rule.decide(fakes[0].shape[0], context.settings.max_tokens, context.can_guard)
-    report.token_rule = rule.text
+    report.tokens = rule.text
     if rule.reason is not None:
         raise Declined(rule.reason)
 
 
-def _replace(graph: fx.Graph, node: fx.Node, call: dict[str, Any]) -> None:
-    lists = [call[name] for name in _WEIGHT_ARGUMENTS]
+def _replace(graph: fx.Graph, node: fx.Node, call: Call) -> None:
+    stacks = [find_stack(nodes) for nodes in call.weights]
     with graph.inserting_before(node):
-        if call["row_order"] != "separate" and all(not nodes or is_restackable(nodes) for nodes in lists):
-            target = torch.ops.mxk.moe.default
-            weights: list[Any] = [restack(graph, nodes) if nodes else None for nodes in lists]
-        else:
-            target, weights = torch.ops.mxk.moe.lists, lists
-        args, attributes = _arguments(call, weights)
-        fused = graph.call_function(target, tuple(args), attributes)
-    # `eager_input_vals` are the stock node's inputs. Without them Inductor may choose layouts: any is accepted.
+        target: torch._ops.OpOverload = torch.ops.mxk.moe.lists
+        weights: list[Any] = call.weights
+        if call.attributes["row_order"] != "separate" and all(
+            stack or not nodes for stack, nodes in zip(stacks, call.weights, strict=True)
+        ):
+            target, weights = torch.ops.mxk.moe.default, [stack and stack.insert(graph) for stack in stacks]
+        args: tuple[Any, ...] = (*call.routing, *weights)
+        fused = graph.call_function(target, args, call.attributes)
+    # `eager_input_vals` are the stock node's inputs; without them Inductor may choose any layout, and any is accepted.
     fused.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
     for key in ("val", "example_value"):
         if key in node.meta:
-            fused.meta[key] = target(*fake_arguments(args), **attributes)
+            fused.meta[key] = target(*fake_arguments(args), **call.attributes)
     node.replace_all_uses_with(fused)
     _erase(graph, node)
 

@@ -15,6 +15,7 @@ from mxk_compile.passes.context import Context
 def lower_moe(module: fx.GraphModule, context: Context) -> int:
     """Names the kernel of every fused node in the report; returns how many nodes it changed, which is none here."""
     for node in context.report.nodes:
-        if node.fused and node.kernel is None and node.desc is not None:
+        if node.fused and node.kernel is None:
+            assert node.desc is not None  # fuse_moe describes what it fuses
             node.kernel = select(node.desc)
     return 0

@@ -19,7 +19,7 @@ class NodeReport:
         layer: module path of the call, or the node's name where the graph knows no modules.
         stock_op: the overload that the model called.
         desc: the call's description, where it could be read.
-        token_rule: what was decided about T, and how.
+        tokens: what was decided about T, and how.
         reason: why the stock node stayed, None if it was fused.
         kernel: what runs it, if fused.
     """
@@ -27,7 +27,7 @@ class NodeReport:
     layer: str
     stock_op: str
     desc: MoEDesc | None = None
-    token_rule: str = ""
+    tokens: str = ""
     reason: str | None = None
     kernel: KernelConfig | None = None
 
@@ -53,7 +53,7 @@ class Report:
         rows = [header]
         for node in self.nodes:
             runs_on = str(node.kernel) if node.fused else f"stock: {node.reason}"
-            rows.append((node.layer, node.stock_op, str(node.desc or "-"), node.token_rule or "-", runs_on))
+            rows.append((node.layer, node.stock_op, str(node.desc or "-"), node.tokens or "-", runs_on))
         widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
         lines = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])

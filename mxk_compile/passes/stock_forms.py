@@ -72,9 +72,6 @@ FORMS = {
     ),
 }
 
-ACTIVATIONS = {"silu": "silu"}
-"""Stock activation names that a fused kernel computes, and its name for them."""
-
 ROUTING = ("hidden_states", "expert_routing_table", "router_weights")
 ANY_VALUE = (
     "experts_min",

@@ -329,7 +329,7 @@ def test_spellings_of_one_call(capture: Callable[..., Any], level: str, call: Ca
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"activation": "gelu"}, "activation 'gelu' is not one of silu"),
+        ({"activation": "gelu"}, "activation 'gelu', a fused kernel needs 'silu'"),
         ({"is_fp4": False}, "is_fp4=False, a fused kernel needs True"),
         ({"permuted_weights": False}, "permuted_weights=False, a fused kernel needs True"),
         ({"block_size": 16}, "block_size=16, a fused kernel needs 32"),
