@@ -74,7 +74,7 @@ def implementation(name: str, case: MoECase) -> Callable[[Tensor, Tensor, Tensor
     if name == "fused":
         return lambda *routed: torch.ops.mxk.moe.default(*routed, *case.weights, **attributes)
     stock = torch.ops.hpu.mixture_of_experts
-    w13, w13_scale, w2, w2_scale, w13_zero, w2_zero, w13_bias, w2_bias = case.lists
+    w13, w13_scale, w2, w2_scale, _, _, w13_bias, w2_bias = case.lists
     kept = {"permuted_weights": True, "experts_min": 0, "experts_max": len(w2) - 1}
     kind = attributes["row_order"], attributes["activation"], bool(w13_bias)
     if kind == ("interleaved", "swiglu_oai", True):
