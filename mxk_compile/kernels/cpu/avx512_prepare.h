@@ -6,7 +6,6 @@
 
 namespace {
 
-constexpr int kSmallest = 127 - 90, kLargest = 127 + 90;  // biased exponents that the integer path takes
 constexpr float kLost2 = 0x1p-20f;                        // (2^-10)^2: more left behind takes the third digit
 
 inline __m512 power_of_two(int exponent) { return _mm512_castsi512_ps(_mm512_set1_epi32((exponent + 127) << 23)); }

@@ -392,8 +392,9 @@ bool lay_out(Slab& s, int64_t tokens) {
 }
 
 const Isa* best() {
-  const Isa* isa = isa_avx512();
-  return isa ? isa : isa_portable();
+  for (const Isa* isa : {isa_avx512(), isa_avx2()})
+    if (isa) return isa;
+  return isa_portable();
 }
 
 }  // namespace
@@ -402,7 +403,7 @@ int64_t mxk_cpu_abi() { return int64_t(sizeof(MxkMoe)); }
 
 int mxk_cpu_select(const char* name) {
   const Isa* isa = std::strcmp(name, "auto") == 0 ? best() : nullptr;
-  for (const Isa* known : {isa_portable(), isa_avx512()})
+  for (const Isa* known : {isa_portable(), isa_avx2(), isa_avx512()})
     if (known && std::strcmp(name, known->name) == 0) isa = known;
   if (isa == nullptr) return 1;
   selected = isa;

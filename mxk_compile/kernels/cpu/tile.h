@@ -18,6 +18,8 @@ constexpr int kTileRows = 16;    // output rows of a tile: the int32 lanes of a 
 constexpr int kGroup = 32;       // values that share an activation exponent; the unit of all scales
 constexpr int kTileTokens = 64;  // vectors of one tile call: 16 KiB of sums stay in the first cache
 
+constexpr int kSmallest = 127 - 90, kLargest = 127 + 90;  // biased exponents of largest values that digits are made of
+
 // A prepared vector. Its digits stand in chunks of 4 groups, with the layout
 //   int8   [digit, most significant first][plane][4 groups][16]   plane 0: values 0 2 4 ..., plane 1: 1 3 5 ... of a group
 //   fp32   [4 groups]   value of one unit of the integers
@@ -96,4 +98,5 @@ struct Isa {
 };
 
 const Isa* isa_portable();
+const Isa* isa_avx2();    // null when this build or machine lacks it
 const Isa* isa_avx512();  // null when this build or machine lacks it
