@@ -29,8 +29,6 @@ from mxk_compile.version import __version__
 
 Backend = Callable[..., Any]
 _OPTIONS = ("inner_backend", "inner_options", "max_tokens", "dump_dir")
-_DEFAULT_INNER = {"hpu": "hpu_backend"}
-"""Inner backend by device type; Inductor elsewhere."""
 
 
 def mxk(
@@ -48,6 +46,9 @@ def mxk(
         mode: a `torch.compile` mode, passed to Inductor.
         options: `inner_backend`: a backend name or function; `inner_options`: its own options (a dict);
             `max_tokens`, `dump_dir`: as in Settings, for this compilation alone.
+
+    Returns:
+        What runs the graph, as every Dynamo backend returns it.
 
     Raises:
         SettingsError: unknown option, or a value that is not allowed.
@@ -144,13 +145,13 @@ def _compile_with_inductor(
 def _default_inner(module: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
     tensors = [*example_inputs, *module.parameters(), *module.buffers()]
     devices = {tensor.device.type for tensor in tensors if isinstance(tensor, torch.Tensor)}
-    return next(
-        (_DEFAULT_INNER[device] for device in sorted(devices) if device in _DEFAULT_INNER), "inductor"
-    )
+    return "hpu_backend" if "hpu" in devices else "inductor"
 
 
 def _resolve(inner: str | Backend, options: dict[str, Any]) -> Backend:
     if inner in ("aot_eager", "eager"):
+        if options:
+            raise SettingsError("option inner_options", repr(options), f"none with {inner}", "drop them")
         return lambda module, example_inputs: module.forward
     if isinstance(inner, str):
         from torch._dynamo import list_backends, lookup_backend

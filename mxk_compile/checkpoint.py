@@ -21,13 +21,13 @@ from mxk_compile.checkpoint_files import TensorFiles
 from mxk_compile.checkpoint_int4 import GPTQ_FORMATS, Int4Layer
 from mxk_compile.errors import CheckpointError
 from mxk_compile.ops.formats import mxfp4
+from mxk_compile.ops.formats.int4 import FLOAT_DTYPES
+from mxk_compile.variants import STACKED_ROW_ORDERS
 
 SCHEMES = ("gpt_oss", "mxfp4", "compressed_tensors", "gptq")
-ROW_ORDERS = ("gate_up", "up_gate", "interleaved")
 _SCHEME_OF_METHOD = {"mxfp4": "gpt_oss", "compressed-tensors": "compressed_tensors", "gptq": "gptq"}
 _STACKED_NAMES = (("gate_up_proj", "down_proj"), ("w13_weight", "w2_weight"))
 _E8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
-_BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,16 +81,16 @@ class Checkpoint(TensorFiles):
         """Read the experts of one layer; prefix is for example "model.layers.0.mlp.experts".
 
         scheme: one of SCHEMES, by default what `quantization_config` names. row_order: with scheme "mxfp4" one of
-        ROW_ORDERS, else None. gptq_format: "gptq" or "gptq_v2" to overrule a wrong label in the file. scale_bias:
-        125 for MXFP4 files of writers that used that bias; by default no scale byte is changed.
+        STACKED_ROW_ORDERS, else None. gptq_format: "gptq" or "gptq_v2" to overrule a wrong label in the file.
+        scale_bias: 125 for MXFP4 files of writers that used that bias; by default no scale byte is changed.
         Peak memory is the packed bytes and one more tensor. Raises CheckpointError for anything missing,
         contradictory or unknown: one line with file, tensor, what is there and what is allowed.
         """
         scheme = self._scheme() if scheme is None else scheme
         if scheme not in SCHEMES:
             self.refuse(prefix, f"scheme {scheme!r}", ", ".join(SCHEMES), "name the scheme of the checkpoint")
-        if row_order not in (ROW_ORDERS if scheme == "mxfp4" else (None,)):
-            allowed = f"{', '.join(ROW_ORDERS)} for scheme 'mxfp4', None for every other"
+        if row_order not in (STACKED_ROW_ORDERS if scheme == "mxfp4" else (None,)):
+            allowed = f"{', '.join(STACKED_ROW_ORDERS)} for scheme 'mxfp4', None for every other"
             self.refuse(
                 prefix, f"row_order={row_order!r} for scheme {scheme!r}", allowed, "state the row order"
             )
@@ -132,9 +132,9 @@ class Checkpoint(TensorFiles):
 
 def _read_mxfp4(files: Checkpoint, prefix: str, row_order: str | None, scale_bias: int) -> PackedExperts:
     """Schemes "gpt_oss" (row_order None) and "mxfp4": tensors that are stacked in the file already."""
-    published = row_order is None
+    is_gpt_oss = row_order is None
     names = _STACKED_NAMES[0]
-    if published:
+    if is_gpt_oss:
         suffix, scale_suffix = "_blocks", "_scales"
     else:
         suffix, scale_suffix = "", "_scale"
@@ -145,7 +145,7 @@ def _read_mxfp4(files: Checkpoint, prefix: str, row_order: str | None, scale_bia
         """Check weight and scale [E, rows, columns]; returns that shape."""
         experts, rows, columns = shape
         half = None if columns is None else columns // 2
-        if published:
+        if is_gpt_oss:
             blocks = None if columns is None else -(-columns // mxfp4.BLOCK)
             found = files.expect(name + suffix, (torch.uint8,), (experts, rows, blocks, mxfp4.BLOCK_BYTES))
             found = (*found[:2], found[2] * mxfp4.BLOCK)
@@ -156,20 +156,20 @@ def _read_mxfp4(files: Checkpoint, prefix: str, row_order: str | None, scale_bia
         return found[0], found[1], found[2]
 
     num_experts, num_rows, hidden_size = expect(w13_name, (files.num_experts(), None, None))
-    row_step = 2 * (mxfp4.BLOCK if published else 2)  # gate and up, each as long as a packed row of w2
+    row_step = 2 * (mxfp4.BLOCK if is_gpt_oss else 2)  # gate and up, each as long as a packed row of w2
     if num_rows % row_step:
         allowed = f"a multiple of {row_step}"
         files.refuse(w13_name + suffix, f"{num_rows} rows", allowed, "check that the file holds gate and up")
     expect(w2_name, (num_experts, hidden_size, num_rows // 2))
     bias_names = [name.removesuffix("_weight") + "_bias" for name in (w13_name, w2_name)]
-    has_bias = published or any(name in files for name in bias_names)
+    has_bias = is_gpt_oss or any(name in files for name in bias_names)
     if has_bias:
-        files.expect(bias_names[0], _BIAS_DTYPES, (num_experts, num_rows))
-        files.expect(bias_names[1], _BIAS_DTYPES, (num_experts, hidden_size))
+        files.expect(bias_names[0], FLOAT_DTYPES, (num_experts, num_rows))
+        files.expect(bias_names[1], FLOAT_DTYPES, (num_experts, hidden_size))
 
     def weight(name: str) -> torch.Tensor:
         tensor = files.tensor(name + suffix)
-        return tensor.flatten(-2) if published else tensor
+        return tensor.flatten(-2) if is_gpt_oss else tensor
 
     def scale(name: str) -> torch.Tensor:
         return _shift_scale(files, name + scale_suffix, scale_bias)

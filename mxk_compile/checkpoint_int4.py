@@ -16,11 +16,11 @@ import torch
 from mxk_compile.checkpoint_files import TensorFiles
 from mxk_compile.errors import CallError, CheckpointError
 from mxk_compile.ops.formats import int4
+from mxk_compile.ops.formats.int4 import FLOAT_DTYPES
 from mxk_compile.ops.formats.nibbles import unpack_nibbles
 
 # What a stored zero point lacks: version 1 stores (zero - 1) & 15, version 2 the zero.
 GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}
-_BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Int4Layer:
 
     def _num_groups(self, name: str, rows: int, columns: int) -> int:
         """Groups of a row, from the scale's shape; they must be what the metadata declares."""
-        shape = self.files.expect(name, int4.SCALE_DTYPES, (None, None))
+        shape = self.files.expect(name, FLOAT_DTYPES, (None, None))
         num_groups = self.parts.shape(*shape)[1]
         declared = columns if self.group_size in (None, -1) else self.group_size
         given = f"scale of shape {list(shape)} for K={columns}"
@@ -171,7 +171,7 @@ class Int4Layer:
             given = "zero points in a symmetric checkpoint"
             files.refuse(name + parts.zero, given, "none with symmetric=true", "check config.json")
         if bias_dtype is not None:
-            files.expect(name + "bias", _BIAS_DTYPES, (rows,))
+            files.expect(name + "bias", FLOAT_DTYPES, (rows,))
             files.expect(name + "bias", (bias_dtype,), (rows,))
         if name + "weight_shape" in files:
             shape = files.tensor(name + "weight_shape").tolist()

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxk_compile.errors import CheckpointError
+from mxk_compile.errors import CallError
 from mxk_compile.explain import explain
 from mxk_compile.integrations import transformers as models
 from mxk_compile.ops import moe
 from mxk_compile.passes import Report
+from mxk_compile.testing import machine, rel_l2
 
 HELD_OUT_FILE = "held_out.txt"
 """Text that the model was not trained on, where its folder has some."""
@@ -95,7 +96,7 @@ def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
     if begin is not None and ids[:1] != [begin]:
         ids.insert(0, begin)
     if not ids:
-        raise CheckpointError("prompt", "no tokens", "at least one token", "give a longer prompt")
+        raise CallError("prompt", "no tokens", "at least one token", "give a longer prompt")
     return ids
 
 
@@ -145,7 +146,7 @@ def _run(model: Any, folder: Path, prompt: str, new_tokens: int, profile: bool, 
     say(
         f"model      {folder}: {config.num_hidden_layers} layers, {config.num_local_experts} experts, "
         f"top-{config.num_experts_per_tok}, K={config.hidden_size}, I={config.intermediate_size}",
-        f"machine    {torch.get_num_threads()} thread(s), torch {torch.__version__}",
+        "machine    " + machine(),
         "memory     " + memory_line(model),
     )
 
@@ -243,11 +244,6 @@ def decode_logits(session: models.Session, ids: Sequence[int]) -> Tensor:
     """Logits [n - 1, vocabulary] fp32 after each token but the last, fed one by one through the decode step."""
     session.reset()
     return torch.stack([session.feed([token]).float() for token in ids[:-1]])
-
-
-def rel_l2(value: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over the norm of `exact`."""
-    return float((value.double() - exact.double()).norm() / exact.double().norm())
 
 
 def perplexity(logits: Tensor, ids: Sequence[int]) -> float:

@@ -32,7 +32,7 @@ class CheckpointError(MxkError):
 
 
 class SettingsError(MxkError):
-    """A setting, environment variable or backend option has a value that is not allowed."""
+    """A setting, environment variable or backend option has a name or value that is not allowed."""
 
 
 class KernelError(MxkError):

@@ -18,7 +18,7 @@ class Settings:
 
     Attributes:
         max_tokens: cap; calls of at most this many tokens may be fused. 0 fuses nothing, None is no cap.
-            Default 32, the cap of the MXFP4 decode kernels document.
+            Default 32, as vllm-gaudi's MXFP4 decode kernels.
         cpu_isa: instruction set of the CPU kernels; "auto" takes the best this machine has.
         dump_dir: folder for numbered before/after graphs, or None.
     """
@@ -80,15 +80,14 @@ def _parse(source: str, name: str, value: Any) -> Any:
 def from_environment(environment: Mapping[str, str]) -> Settings:
     """Settings from `MXK_*` variables; raises SettingsError naming the variable and its value.
 
-    An unknown `MXK_` variable of ours would be a spelling mistake that silently does nothing, so it is refused too,
-    except for `MXK_VLLM`, which belongs to the plugin.
+    An unknown `MXK_` variable would be a spelling mistake that silently does nothing, so it is refused too.
     """
     known = {variable: name for name, variable in _VARIABLES.items()}
     values = {}
     for variable, value in environment.items():
         if variable in known:
             values[known[variable]] = _parse(variable, known[variable], value)
-        elif variable.startswith("MXK_") and variable != "MXK_VLLM":
+        elif variable.startswith("MXK_"):
             raise SettingsError(
                 variable, repr(value), ", ".join(sorted(known)), "correct the name or unset it"
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+import platform
 from typing import Any
 
 import torch
@@ -19,6 +21,19 @@ def rel_l2(value: Tensor, expected: Tensor) -> float:
     """||value - expected|| / ||expected||, in fp64."""
     value, expected = value.double(), expected.double()
     return float((value - expected).norm() / expected.norm())
+
+
+def _cpuinfo() -> list[str]:
+    path = pathlib.Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def machine() -> str:
+    """The machine that a figure was measured on: processor, threads in use, versions."""
+    names = [line for line in _cpuinfo() if line.startswith("model name")]
+    processor = names[0].partition(":")[2].strip() if names else platform.machine()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{processor} ({capability}), {torch.get_num_threads()} thread(s), torch {torch.__version__}"
 
 
 @dataclasses.dataclass
@@ -108,7 +123,7 @@ def random_case(
     def weight(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor | None]:
         shape = (num_experts, rows, columns)
         if weight_format == "mxfp4":
-            packed = integers(0, 256, *shape[:2], -(-columns // 2))
+            packed = integers(0, 256, *shape[:2], columns // 2)
             return packed, integers(*_TYPICAL_SCALE_BYTES, *shape[:2], -(-columns // 32)), None
         num_groups = columns // (group_size or columns)
         scale = (torch.rand(num_experts, rows, num_groups, generator=generator) * 0.01 + 0.002).bfloat16()

@@ -1,7 +1,7 @@
 """Model rows: which layout, activation and sizes each supported family uses. Data only.
 
-Sizes are per card at the layouts of the MXFP4 decode kernels document (its parity table), and gpt-oss-20b for the
-number of experts of `gptoss`.
+Sizes are per card, at the parallel layouts that the published Gaudi 2 write-up "MXFP4 MoE decode kernels" measured;
+`gptoss` has the 32 experts of gpt-oss-20b on one card. The order of the tuples is the ABI of kernels/cpu/abi.h.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 WEIGHT_FORMATS = ("mxfp4", "uint4", "int4")
+INT4_FORMATS = WEIGHT_FORMATS[1:]
 PACK_DIMS = ("input", "output")
 ROW_ORDERS = ("gate_up", "up_gate", "interleaved", "separate")
+STACKED_ROW_ORDERS = ROW_ORDERS[:3]
 ACTIVATIONS = ("silu", "swiglu_clamp", "swiglu_oai")
 
 
@@ -19,7 +21,7 @@ class MoEVariant:
     """One model family's routed experts.
 
     Attributes:
-        name: short name used on the command line.
+        name: short name, in tests and benchmarks.
         models: the checkpoints it stands for.
         weight_format, row_order, activation: as in the schema of `mxk::moe`.
         bias: whether w13 and w2 have biases.

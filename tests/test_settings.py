@@ -77,7 +77,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 
 
 def test_variables_of_others_are_ignored() -> None:
-    assert from_environment({"MXK": "1", "MXKMAX": "1", "MXK_VLLM": "1", "mxk_dump": "x"}) == Settings()
+    assert from_environment({"MXK": "1", "MXKMAX": "1", "mxk_dump": "x"}) == Settings()
 
 
 def test_settings_are_frozen() -> None:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from mxk_compile.checkpoint import Checkpoint, PackedExperts
-from mxk_compile.errors import CallError, CheckpointError, SettingsError
+from mxk_compile.errors import CallError, CheckpointError, MxkError
+from mxk_compile.ops.formats.int4 import FLOAT_DTYPES
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 _DTYPES = (torch.bfloat16, torch.float32)
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _EXPERT_PARTS = tuple(
     f"{projection}_{part}"
     for projection in ("gate_up_proj", "down_proj")
@@ -256,7 +256,7 @@ def _transformers() -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         advice = "pip install 'mxk-compile[transformers]'"
-        raise SettingsError(
+        raise MxkError(
             "loading a checkpoint", f"no transformers ({error})", "transformers 5.10 to 5.x", advice
         ) from error
 
@@ -300,7 +300,7 @@ def _fill(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.
     for name, empty in model.state_dict().items():
         if _is_tied(model, name):
             continue
-        checkpoint.expect(name, _FLOATS, tuple(empty.shape))
+        checkpoint.expect(name, FLOAT_DTYPES, tuple(empty.shape))
         owner, _, attribute = name.rpartition(".")
         weight = nn.Parameter(checkpoint.tensor(name).to(device, dtype), requires_grad=False)
         setattr(model.get_submodule(owner), attribute, weight)

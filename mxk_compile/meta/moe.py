@@ -14,7 +14,7 @@ from mxk_compile.ops.formats import int4, mxfp4
 from mxk_compile.ops.moe import Weights, is_integer
 from mxk_compile.variants import ACTIVATIONS, PACK_DIMS, ROW_ORDERS, WEIGHT_FORMATS
 
-_SCALE_DTYPES = " or ".join(map(str, int4.SCALE_DTYPES))
+_FLOAT_DTYPES = " or ".join(map(str, int4.FLOAT_DTYPES))
 _VALUES_PER_ELEMENT = {torch.uint8: 2, torch.int32: 8}
 
 
@@ -109,8 +109,8 @@ def check_moe(
         biases.append(bias is not None and len(bias) > 0)
         if bias is not None and len(bias):
             given, dtype = _uniform(f"{name}_bias", bias, len(weight), device)
-            if tuple(given) != (rows,) or dtype not in int4.SCALE_DTYPES:
-                _refuse(f"{name}_bias", f"{list(given)} {dtype} an expert", f"[{rows}], {_SCALE_DTYPES}")
+            if tuple(given) != (rows,) or dtype not in int4.FLOAT_DTYPES:
+                _refuse(f"{name}_bias", f"{list(given)} {dtype} an expert", f"[{rows}], {_FLOAT_DTYPES}")
     return MoESizes(num_experts, hidden_size, intermediate_size, top_k, (groups[0], groups[1]), any(biases))
 
 
@@ -179,7 +179,7 @@ def _scales(
         group_size, dtypes = mxfp4.BLOCK, "torch.uint8"
         fits = groups == -(-columns // mxfp4.BLOCK) and dtype == torch.uint8
     else:
-        dtypes, fits = _SCALE_DTYPES, dtype in int4.SCALE_DTYPES
+        dtypes, fits = _FLOAT_DTYPES, dtype in int4.FLOAT_DTYPES
         group_size = int4.group_size(columns, int(groups)) if groups else 0
     if not fits or outputs != rows or not groups:
         allowed = f"one a group of {group_size or 'int4.GROUP_SIZES'} for {rows} outputs of {columns} inputs, {dtypes}"

@@ -1,4 +1,4 @@
-"""From packed weights to values: the one meaning of a packed weight, for reference and stock path."""
+"""From packed weights to values: what a packed weight means, for the reference and the MXFP4 stock path."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 
 from mxk_compile.errors import CallError
 from mxk_compile.ops.formats import int4, mxfp4
-
-WEIGHT_FORMATS = ("mxfp4", *int4.WEIGHT_FORMATS)
+from mxk_compile.variants import INT4_FORMATS, WEIGHT_FORMATS
 
 
 def dequantize(
@@ -26,7 +25,7 @@ def dequantize(
     With pack_dim "output" the result is a transposed view: its memory is [..., K, N].
     Raises CallError for names, dtypes or shapes that do not go together.
     """
-    if weight_format in int4.WEIGHT_FORMATS:
+    if weight_format in INT4_FORMATS:
         return int4.unpack(weight, scale, zero, weight_format=weight_format, pack_dim=pack_dim, dtype=dtype)
     if weight_format != "mxfp4":
         given = f"weight_format={weight_format!r}"

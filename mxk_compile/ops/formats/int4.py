@@ -16,13 +16,12 @@ import torch
 
 from mxk_compile.errors import CallError
 from mxk_compile.ops.formats.nibbles import as_words, pack_nibbles, unpack_nibbles
+from mxk_compile.variants import INT4_FORMATS, PACK_DIMS
 
 GROUP_SIZES = (32, 64, 128)  # and one group for the whole row
 SYMMETRIC_ZERO = 8  # the code that means 0 in "uint4" without zero points
 MAX_CODE = 15
-SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WEIGHT_FORMATS = ("uint4", "int4")
-PACK_DIMS = ("input", "output")
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of scales, and of biases beside them
 _REBIAS = {torch.uint8: 0x88, torch.int32: 0x88888888 - (1 << 32)}  # bit 3 of every nibble
 
 
@@ -164,9 +163,9 @@ def _rows_first(
 
 
 def _check_names(what: str, weight_format: str, pack_dim: str, scale_dtype: torch.dtype) -> None:
-    if weight_format not in WEIGHT_FORMATS:
-        raise CallError(what, f"weight_format={weight_format!r}", f"{WEIGHT_FORMATS}", "name the code set")
-    if scale_dtype not in SCALE_DTYPES:
+    if weight_format not in INT4_FORMATS:
+        raise CallError(what, f"weight_format={weight_format!r}", f"{INT4_FORMATS}", "name the code set")
+    if scale_dtype not in FLOAT_DTYPES:
         raise CallError(what, f"scale of {scale_dtype}", "bfloat16, float16, float32", "convert the scale")
     _check_pack_dim(what, pack_dim)
 
