@@ -13,6 +13,7 @@ bytes, one tensor and the dense rest ever exists. Inference only: no parameter a
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -198,6 +199,9 @@ class Session:
         self.model, self.length = model, length
         self.forward = model if forward is None else forward
         self._cache = cache_utils.Cache(layers=[cache_utils.StaticLayer(length) for _ in model.model.layers])
+        # transformers 5.24 renamed the argument and warns about the old name.
+        known = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in known else "past_key_values"
         self._num_tokens = 0
 
     def reset(self) -> None:
@@ -216,9 +220,8 @@ class Session:
             )
         run = self.forward if self._num_tokens and len(tokens) == 1 else self.model
         ids = torch.tensor([list(tokens)], device=self.model.device)
-        logits: Tensor = run(
-            input_ids=ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1
-        ).logits
+        cache = {self._cache_argument: self._cache}
+        logits: Tensor = run(input_ids=ids, use_cache=True, logits_to_keep=1, **cache).logits
         self._num_tokens += len(tokens)
         return logits[0, -1]
 
