@@ -167,22 +167,33 @@ inline float exp_fp32(float x) {
   return x != x ? x : result;
 }
 
-inline float activated(const Activation& a, float gate, float up) {
-  if (a.kind != MXK_SILU) {  // comparisons that let NaN through
-    gate = gate > a.limit ? a.limit : gate;
-    up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
+template <int64_t kKind>
+inline void activate_as(const Activation& a, const float (*gate)[16], const float (*up)[16], int count, int rows,
+                        float* const* h) {
+  const float limit = a.limit, alpha = a.alpha;
+  for (int t = 0; t < count; ++t) {
+    float result[16];
+    for (int r = 0; r < 16; ++r) {  // one vector operation after the other where registers allow
+      float g = gate[t][r], u = up[t][r];
+      if (kKind != MXK_SILU) {  // comparisons that let NaN through
+        g = g > limit ? limit : g;
+        u = u > limit ? limit : u < -limit ? -limit : u;
+      }
+      result[r] = kKind == MXK_SWIGLU_OAI ? g * (1.0f / (1.0f + exp_fp32(-alpha * g))) * (u + 1.0f)
+                                          : g / (1.0f + exp_fp32(-g)) * u;
+    }
+    std::memcpy(h[t], result, size_t(rows) * 4);
   }
-  if (a.kind == MXK_SWIGLU_OAI) return gate * (1.0f / (1.0f + exp_fp32(-a.alpha * gate))) * (up + 1.0f);
-  return gate / (1.0f + exp_fp32(-gate)) * up;
 }
 
 inline void activate_rows(const Activation& a, const float (*gate)[16], const float (*up)[16], int count, int rows,
                           float* const* h) {
-  for (int t = 0; t < count; ++t) {
-    float result[16];
-    for (int r = 0; r < 16; ++r) result[r] = activated(a, gate[t][r], up[t][r]);
-    std::memcpy(h[t], result, size_t(rows) * 4);
-  }
+  if (a.kind == MXK_SILU)
+    activate_as<MXK_SILU>(a, gate, up, count, rows, h);
+  else if (a.kind == MXK_SWIGLU_CLAMP)
+    activate_as<MXK_SWIGLU_CLAMP>(a, gate, up, count, rows, h);
+  else
+    activate_as<MXK_SWIGLU_OAI>(a, gate, up, count, rows, h);
 }
 
 }  // namespace
