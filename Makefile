@@ -6,6 +6,7 @@ TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 DEMO_FLAGS ?=
+BENCH_FLAGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
@@ -31,8 +32,9 @@ fix: $(VENV)/.dev  ## what check can mend by itself
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(VENV)/.demo  ## the fused op against the stock op and the read bandwidth of this machine
-	$(BIN)/python benchmarks/bench_moe.py $(BENCH_FLAGS)
+bench: $(VENV)/.demo  ## one layer call, fused and stock, each in a process of its own
+	$(BIN)/python benchmarks/bench_moe.py --impl fused $(BENCH_FLAGS)
+	$(BIN)/python benchmarks/bench_moe.py --impl stock $(BENCH_FLAGS)
 
 clean:  ## everything that make and the tools made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

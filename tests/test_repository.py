@@ -26,6 +26,7 @@ LONG_FILES = {
     "tests/kernels/cpu/test_moe.py": "every question to one kernel, on each instruction set",
     "tests/ops/test_moe.py": "the semantics of one op, case by case",
     "tests/ops/test_stock.py": "one table of calls and refusals for nine ops",
+    "tests/test_backend.py": "every way to compile one layer",
     "tests/passes/test_fuse_moe.py": "expected graphs of every stock form stand beside the calls that make them",
 }
 """Files that may have more than 400 lines, and why."""
@@ -109,6 +110,15 @@ def test_links_between_documents_lead_somewhere() -> None:
             continue
         for target in re.findall(r"\]\((?!https?:|mailto:|#)([^)#\s]+)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
+
+
+def test_tests_named_in_documents_exist() -> None:
+    for path in tracked_files():
+        if path.suffix != ".md":
+            continue
+        for file, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", path.read_text()):
+            assert (ROOT / file).is_file(), f"{path.name} names {file}"
+            assert f"def {name}" in (ROOT / file).read_text(), f"{path.name} names {file}::{name}"
 
 
 def test_version_is_in_one_place() -> None:
