@@ -265,18 +265,22 @@ inline void unpack_rows(const uint8_t* const* rows, int64_t at, int64_t bytes, _
   for (int i = 0; i < 16; ++i) unpack(v[i], table, w + 2 * i);
 }
 
-// w[4 quads][4 dwords][plane], lanes kRowGroups: half the shuffles.
+// w[4 dwords][plane] of the next 64 bytes, or `bytes` if fewer, of a quad of rows; lanes kRowGroups.
+inline __attribute__((always_inline)) void unpack_quad(const uint8_t* const* rows, int64_t at, int64_t bytes,
+                                                       __m512i table, __m512i* w) {
+  __m512i v[4];
+  load_rows(rows, 4, at, bytes, v);
+  const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
+  const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+  unpack(_mm512_unpacklo_epi64(a, c), table, w);
+  unpack(_mm512_unpackhi_epi64(a, c), table, w + 2);
+  unpack(_mm512_unpacklo_epi64(b, d), table, w + 4);
+  unpack(_mm512_unpackhi_epi64(b, d), table, w + 6);
+}
+
+// The same of 16 rows: w[4 quads][4 dwords][plane].
 inline void unpack_quads(const uint8_t* const* rows, int64_t at, int64_t bytes, __m512i table, __m512i* w) {
-  for (int q = 0; q < 4; ++q) {
-    __m512i v[4];
-    load_rows(rows + 4 * q, 4, at, bytes, v);
-    const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]);
-    const __m512i c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
-    unpack(_mm512_unpacklo_epi64(a, c), table, w + 8 * q);
-    unpack(_mm512_unpackhi_epi64(a, c), table, w + 8 * q + 2);
-    unpack(_mm512_unpacklo_epi64(b, d), table, w + 8 * q + 4);
-    unpack(_mm512_unpackhi_epi64(b, d), table, w + 8 * q + 6);
-  }
+  for (int q = 0; q < 4; ++q) unpack_quad(rows + 4 * q, at, bytes, table, w + 8 * q);
 }
 
 // w[8] of group g from the lines of a transposed matrix: byte j of lane n is line k = 8d + 2j (or + 1) of column n.

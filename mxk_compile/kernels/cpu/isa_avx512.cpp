@@ -108,6 +108,63 @@ void multiply_batch(const __m512i* w, const Batch& batch, int64_t c, int groups,
   }
 }
 
+// ---- one vector ---------------------------------------------------------------------------------------------------
+
+// A vector's chunk as the lanes of a quad want it.
+template <int Digits>
+struct Spread {
+  __m512i digits[Digits][4][2];  // [dword][plane]: dword d of each group in all its lanes
+  __m512 units, corrections;
+};
+
+template <int Digits>
+inline __attribute__((always_inline)) void spread(const uint8_t* chunk, Spread<Digits>& to) {
+  const __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  const auto meta = [&](int at) {
+    const __m128 four = _mm_loadu_ps(reinterpret_cast<const float*>(chunk + Digits * kDigit + at));
+    return _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(four));
+  };
+  for (int d = 0; d < Digits; ++d)
+    for (int plane = 0; plane < 2; ++plane) {
+      const __m512i v = _mm512_loadu_si512(chunk + d * kDigit + plane * kPlane);
+      to.digits[d][0][plane] = _mm512_shuffle_epi32(v, _MM_PERM_AAAA);
+      to.digits[d][1][plane] = _mm512_shuffle_epi32(v, _MM_PERM_BBBB);
+      to.digits[d][2][plane] = _mm512_shuffle_epi32(v, _MM_PERM_CCCC);
+      to.digits[d][3][plane] = _mm512_shuffle_epi32(v, _MM_PERM_DDDD);
+    }
+  to.units = meta(0), to.corrections = meta(kMeta);
+}
+
+// sum[16] += (weights of a quad in a chunk) x (one vector) * units * scales.
+template <int Digits, bool Zero>
+inline __attribute__((always_inline)) void multiply_quad(const __m512i (&w)[8], const Spread<Digits>& x, __m512 scales,
+                                                         const float* zeros, float* sum) {
+  __m512i products[Digits];
+  for (int d = 0; d < Digits; ++d) {
+    products[d] = d == Digits - 1 && !Zero ? _mm512_castps_si512(x.corrections) : _mm512_setzero_si512();
+    for (int i = 0; i < 8; ++i) products[d] = _mm512_dpbusd_epi32(products[d], w[i], x.digits[d][i / 2][i & 1]);
+  }
+  for (int d = 1; d < Digits; ++d) products[d] = _mm512_add_epi32(_mm512_slli_epi32(products[d - 1], 8), products[d]);
+  __m512 value = _mm512_cvtepi32_ps(products[Digits - 1]);
+  if (Zero) value = _mm512_fmadd_ps(_mm512_load_ps(zeros), x.corrections, value);
+  _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_mul_ps(value, x.units), scales, _mm512_load_ps(sum)));
+}
+
+// Chunk c of 16 rows for one vector, sums[quad][16]. Weights and digits pass through registers only: stores of weights
+// hold up the loads of rows that lie a multiple of 4 KiB from them.
+template <int Digits, bool Zero>
+inline __attribute__((always_inline)) void multiply_single(const uint8_t* const* rows, int64_t c, int64_t bytes,
+                                                           __m512i table, const Vector& vector, const float* scales,
+                                                           const float* zeros, float* sums) {
+  Spread<Digits> x;
+  spread(vector.chunks + c * chunk_bytes(Digits), x);
+  for (int q = 0; q < 4; ++q) {
+    __m512i w[8];
+    unpack_quad(rows + 4 * q, c * 64, bytes - c * 64, table, w);
+    multiply_quad<Digits, Zero>(w, x, _mm512_load_ps(scales + q * 16), zeros + q * 16, sums + q * 16);
+  }
+}
+
 // ---- few vectors ---------------------------------------------------------------------------------------------------
 
 // A chunk, from weights w[quad][dword][plane], of Count vectors: sums[t][quad] += integer sums * units * scales.
@@ -187,8 +244,8 @@ inline void fetch(const Tile& tile, int64_t c, int64_t chunks) {
 }
 
 // Sums of the tile for all vectors; returns the rows that need exact.h.
-template <Lanes kLanes, bool Zero>
-uint32_t tile_loop(const Tile& tile, const Batch& two, const Batch& three, const TileScratch& scratch) {
+template <Lanes kLanes, bool Single, bool Zero>
+__attribute__((noinline)) uint32_t tile_loop(const Tile& tile, const Batch& two, const Batch& three, const TileScratch& scratch) {
   const int64_t groups = groups_of(tile.columns), bytes = (tile.columns + 1) / 2;
   const __m512i table = code_table(tile.format);
   const uint8_t* rows[16];
@@ -201,6 +258,13 @@ uint32_t tile_loop(const Tile& tile, const Batch& two, const Batch& three, const
     if (!tile.transposed) fetch(tile, c, chunks);
     all.get(4 * c, scales, zeros);
     const int count = groups - 4 * c < 4 ? int(groups - 4 * c) : 4;
+    if (Single) {
+      if (two.count)
+        multiply_single<2, Zero>(rows, c, bytes, table, *two.vectors[0], scales, zeros, two.sums[0]);
+      else
+        multiply_single<3, Zero>(rows, c, bytes, table, *three.vectors[0], scales, zeros, three.sums[0]);
+      continue;
+    }
     if (tile.transposed)
       for (int g = 0; g < count; ++g) unpack_lines(tile, 4 * c + g, table, w + g * 8);
     else if (kLanes == kRows)
@@ -243,12 +307,12 @@ void tile_rows(const Tile& tile, const Vector* const* vectors, int count, const 
     for (int i = 0; i < 4; ++i) _mm512_store_ps(scratch.sums + t * 64 + i * 16, _mm512_setzero_ps());
   }
   uint32_t special = 0;
-  if (const int digits = two.count + three.count) {
-    const bool few = digits <= kFew && !tile.transposed;
-    special = few ? (tile.zero ? tile_loop<kRowGroups, true>(tile, two, three, scratch)
-                               : tile_loop<kRowGroups, false>(tile, two, three, scratch))
-                  : (tile.zero ? tile_loop<kRows, true>(tile, two, three, scratch)
-                               : tile_loop<kRows, false>(tile, two, three, scratch));
+  if (const int with_digits = two.count + three.count) {
+    const bool few = with_digits <= kFew && !tile.transposed;
+    const auto loop = !few          ? (tile.zero ? tile_loop<kRows, false, true> : tile_loop<kRows, false, false>)
+                      : with_digits == 1 ? (tile.zero ? tile_loop<kRowGroups, true, true> : tile_loop<kRowGroups, true, false>)
+                                    : (tile.zero ? tile_loop<kRowGroups, false, true> : tile_loop<kRowGroups, false, false>);
+    special = loop(tile, two, three, scratch);
     for (int t = 0; t < count; ++t)
       few ? join<kRowGroups>(scratch.sums + t * 64, bias, out[t]) : join<kRows>(scratch.sums + t * 64, bias, out[t]);
   }
