@@ -1,7 +1,7 @@
 """Time of one MoE layer call: the fused op, the stock op, or the stock op on bf16 copies; one a process.
 
 Every call takes the next of several copies of the layer and a fresh routing, so that no cache holds the experts it
-needs. A sample is a chain of calls, each on the result of the one before; the figure is the median over samples.
+needs. A sample is a chain of calls one right after the other; the figure is the median over samples.
 Each line of output is one JSON object. `packed_gb_s` is packed bytes of the distinct experts touched over time,
 whatever the implementation reads; `read_gb_s` is what plain reads reach in the same process, on the same pages, just
 before and after. Compare ratios of lines measured one after the other; times of different machines say nothing.
@@ -132,9 +132,9 @@ def measure(arguments: argparse.Namespace, cases: list[MoECase], num_tokens: int
     bandwidth = read_bandwidth(cases)
     for sample in range(arguments.samples + 1):
         fresh = [routing(cases[0], num_tokens, generator) for _ in range(arguments.chain)]
-        value, touched, start = x, 0, time.perf_counter()
+        start = time.perf_counter()
         for ids, weights in fresh:
-            value = runs[step % len(runs)](value, ids, weights)
+            runs[step % len(runs)](x, ids, weights)
             step += 1
         elapsed = time.perf_counter() - start
         touched = sum(len(ids.unique()) for ids, _ in fresh) * packed_bytes(cases[0])
