@@ -145,7 +145,8 @@ inline __mmask16 nibble_bytes(const Tile& tile) {
 template <Lanes kLanes>
 class Scales {
  public:
-  Scales(const Tile& tile, const TileScratch& scratch) : tile_(tile), scales_(scratch.scales), zeros_(scratch.zeros) {
+  // `scales` and `zeros`: memory of scales_capacity(columns) x 16.
+  Scales(const Tile& tile, float* scales, uint8_t* zeros) : tile_(tile), scales_(scales), zeros_(zeros) {
     const int64_t count = (tile.columns + tile.group - 1) / tile.group;
     groups_ = groups_of(tile.columns);
     step_ = tile.group >= tile.columns ? groups_ : tile.group / kGroup;

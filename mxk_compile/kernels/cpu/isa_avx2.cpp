@@ -188,7 +188,12 @@ void tile_rows(const Tile& tile, const Vector* const* vectors, int count, const 
   exact_tile(tile, vectors, count, special, scratch, out);
 }
 
-constexpr Isa kIsa = {"avx2", prepare, tile_rows, activate_rows};
+void tiles(const Tile* tiles, int num_tiles, const Vector* const* vectors, int count, const TileScratch& scratch,
+           float (*const* out)[16]) {
+  for (int i = 0; i < num_tiles; ++i) tile_rows(tiles[i], vectors, count, scratch, out[i]);
+}
+
+constexpr Isa kIsa = {"avx2", prepare, tiles, activate_rows};
 
 }  // namespace
 

@@ -76,13 +76,54 @@ inline __attribute__((always_inline)) void multiply(const __m512i* w, const uint
     }
 }
 
-// The first `groups` groups of chunk c for Count vectors.
+// The same of one group in two tiles, w, scales and zeros of the second following those of a chunk of the first, its sums
+// kTileTokens vectors on: digits are loaded once for both.
 template <int Digits, int Count, bool Zero>
+inline __attribute__((always_inline)) void multiply_pair(const __m512i* w, const uint8_t* const* chunks, int g,
+                                                         const float* scales, const float* zeros, float* const* sums) {
+  __m512i products[2][Count][Digits];
+  for (int t = 0; t < Count; ++t)
+    for (int d = 0; d < Digits; ++d)
+      products[0][t][d] = products[1][t][d] =
+          d == Digits - 1 && !Zero ? _mm512_castps_si512(broadcast(chunks[t] + Digits * kDigit + kMeta + g * 4))
+                                   : _mm512_setzero_si512();
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const __m512i a = w[g * 8 + i], b = w[32 + g * 8 + i];
+    for (int t = 0; t < Count; ++t)
+      for (int d = 0; d < Digits; ++d) {
+        const __m512i four =
+            _mm512_castps_si512(broadcast(chunks[t] + d * kDigit + (i & 1) * kPlane + g * 16 + i / 2 * 4));
+        products[0][t][d] = _mm512_dpbusd_epi32(products[0][t][d], a, four);
+        products[1][t][d] = _mm512_dpbusd_epi32(products[1][t][d], b, four);
+      }
+  }
+  for (int t = 0; t < Count; ++t) {
+    const uint8_t* meta = chunks[t] + Digits * kDigit + g * 4;
+    const __m512 unit = broadcast(meta);
+    for (int i = 0; i < 2; ++i) {
+      float* sum = sums[t] + i * kTileTokens * 64 + g * 16;
+      __m512i product = products[i][t][0];
+      for (int d = 1; d < Digits; ++d) product = _mm512_add_epi32(_mm512_slli_epi32(product, 8), products[i][t][d]);
+      __m512 value = _mm512_cvtepi32_ps(product);
+      if (Zero) value = _mm512_fmadd_ps(_mm512_load_ps(zeros + i * 64 + g * 16), broadcast(meta + kMeta), value);
+      value = _mm512_mul_ps(value, unit);
+      _mm512_store_ps(sum, _mm512_fmadd_ps(value, _mm512_load_ps(scales + i * 64 + g * 16), _mm512_load_ps(sum)));
+    }
+  }
+}
+
+// The first `groups` groups of chunk c for Count vectors.
+template <int Digits, int Count, int Tiles, bool Zero>
 void multiply_chunk(const __m512i* w, const Vector* const* vectors, float* const* sums, int64_t c, int groups,
                     const float* scales, const float* zeros) {
-  constexpr int kAtOnce = groups_at_once(Digits, Count);
   const uint8_t* chunks[Count];
   for (int t = 0; t < Count; ++t) chunks[t] = vectors[t]->chunks + c * chunk_bytes(Digits);
+  if (Tiles == 2) {
+    for (int g = 0; g < groups; ++g) multiply_pair<Digits, Count, Zero>(w, chunks, g, scales, zeros, sums);
+    return;
+  }
+  constexpr int kAtOnce = groups_at_once(Digits, Count);
   int g = 0;
   for (; g + kAtOnce <= groups; g += kAtOnce) multiply<Digits, Count, kAtOnce, Zero>(w, chunks, g, scales, zeros, sums);
   if (kAtOnce > 1)
@@ -95,13 +136,18 @@ struct Batch {  // the vectors of one tile call that have the same number of dig
   int count = 0;
 };
 
-// In blocks of up to 6 vectors, equal ones: 7 are 4 + 3.
-template <int Digits, bool Zero>
+// In equal blocks of as many vectors as their sums leave registers for.
+template <int Digits, int Tiles, bool Zero>
 void multiply_batch(const __m512i* w, const Batch& batch, int64_t c, int groups, const float* scales, const float* zeros) {
-  static constexpr decltype(&multiply_chunk<Digits, 1, Zero>) kBlocks[] = {
-      multiply_chunk<Digits, 1, Zero>, multiply_chunk<Digits, 2, Zero>, multiply_chunk<Digits, 3, Zero>,
-      multiply_chunk<Digits, 4, Zero>, multiply_chunk<Digits, 5, Zero>, multiply_chunk<Digits, 6, Zero>};
-  for (int t = 0, blocks = (batch.count + 5) / 6; blocks > 0; --blocks) {
+  constexpr int kMost = Tiles == 1 ? 6 : Digits == 2 ? 4 : 3;
+  static constexpr decltype(&multiply_chunk<Digits, 1, Tiles, Zero>) kBlocks[] = {
+      multiply_chunk<Digits, 1, Tiles, Zero>,
+      multiply_chunk<Digits, 2, Tiles, Zero>,
+      multiply_chunk<Digits, 3, Tiles, Zero>,
+      multiply_chunk<Digits, kMost < 4 ? 1 : 4, Tiles, Zero>,
+      multiply_chunk<Digits, kMost < 5 ? 1 : 5, Tiles, Zero>,
+      multiply_chunk<Digits, kMost < 6 ? 1 : 6, Tiles, Zero>};
+  for (int t = 0, blocks = (batch.count + kMost - 1) / kMost; blocks > 0; --blocks) {
     const int size = (batch.count - t + blocks - 1) / blocks;
     kBlocks[size - 1](w, batch.vectors + t, batch.sums + t, c, groups, scales, zeros);
     t += size;
@@ -244,42 +290,51 @@ inline void fetch(const Tile& tile, int64_t c, int64_t chunks) {
 }
 
 // Sums of the tile for all vectors; returns the rows that need exact.h.
-template <Lanes kLanes, bool Single, bool Zero>
-__attribute__((noinline)) uint32_t tile_loop(const Tile& tile, const Batch& two, const Batch& three, const TileScratch& scratch) {
+template <Lanes kLanes, bool Single, int Tiles, bool Zero>
+__attribute__((noinline)) void tile_loop(const Tile* tiles, const Batch& two, const Batch& three, const TileScratch& scratch,
+                                         uint32_t* special) {
+  const Tile& tile = tiles[0];
   const int64_t groups = groups_of(tile.columns), bytes = (tile.columns + 1) / 2;
   const __m512i table = code_table(tile.format);
-  const uint8_t* rows[16];
-  for (int r = 0; r < 16; ++r) rows[r] = tile.weight + (r < tile.rows ? r : 0) * tile.weight_step;
-  const int64_t chunks = chunks_of(tile.columns);
-  const Scales<kLanes> all(tile, scratch);
-  alignas(64) __m512i w[32];
-  alignas(64) float scales[4 * 16], zeros[4 * 16];
+  const uint8_t* rows[Tiles][16];
+  for (int i = 0; i < Tiles; ++i)
+    for (int r = 0; r < 16; ++r) rows[i][r] = tiles[i].weight + (r < tile.rows ? r : 0) * tile.weight_step;
+  const int64_t chunks = chunks_of(tile.columns), capacity = scales_capacity(tile.columns) * 16;
+  const Scales<kLanes> first(tiles[0], scratch.scales, scratch.zeros);
+  const Scales<kLanes> second(tiles[Tiles - 1], scratch.scales + (Tiles - 1) * capacity, scratch.zeros + (Tiles - 1) * capacity);
+  alignas(64) __m512i w[Tiles][32];
+  alignas(64) float scales[Tiles][4 * 16], zeros[Tiles][4 * 16];
   for (int64_t c = 0; c < chunks; ++c) {
-    if (!tile.transposed) fetch(tile, c, chunks);
-    all.get(4 * c, scales, zeros);
-    const int count = groups - 4 * c < 4 ? int(groups - 4 * c) : 4;
+    for (int i = 0; i < Tiles; ++i) {
+      if (!tile.transposed) fetch(tiles[i], c, chunks);
+      (i ? second : first).get(4 * c, scales[i], zeros[i]);
+    }
     if (Single) {
       if (two.count)
-        multiply_single<2, Zero>(rows, c, bytes, table, *two.vectors[0], scales, zeros, two.sums[0]);
+        multiply_single<2, Zero>(rows[0], c, bytes, table, *two.vectors[0], scales[0], zeros[0], two.sums[0]);
       else
-        multiply_single<3, Zero>(rows, c, bytes, table, *three.vectors[0], scales, zeros, three.sums[0]);
+        multiply_single<3, Zero>(rows[0], c, bytes, table, *three.vectors[0], scales[0], zeros[0], three.sums[0]);
       continue;
     }
-    if (tile.transposed)
-      for (int g = 0; g < count; ++g) unpack_lines(tile, 4 * c + g, table, w + g * 8);
-    else if (kLanes == kRows)
-      unpack_rows(rows, c * 64, bytes - c * 64, table, w);
-    else
-      unpack_quads(rows, c * 64, bytes - c * 64, table, w);
+    const int count = groups - 4 * c < 4 ? int(groups - 4 * c) : 4;
+    for (int i = 0; i < Tiles; ++i) {
+      if (tile.transposed)
+        for (int g = 0; g < count; ++g) unpack_lines(tiles[i], 4 * c + g, table, w[i] + g * 8);
+      else if (kLanes == kRows)
+        unpack_rows(rows[i], c * 64, bytes - c * 64, table, w[i]);
+      else
+        unpack_quads(rows[i], c * 64, bytes - c * 64, table, w[i]);
+    }
     if (kLanes == kRows) {
-      if (two.count) multiply_batch<2, Zero>(w, two, c, count, scales, zeros);
-      if (three.count) multiply_batch<3, Zero>(w, three, c, count, scales, zeros);
+      if (two.count) multiply_batch<2, Tiles, Zero>(w[0], two, c, count, scales[0], zeros[0]);
+      if (three.count) multiply_batch<3, Tiles, Zero>(w[0], three, c, count, scales[0], zeros[0]);
     } else {
-      if (two.count) multiply_few<2, Zero>(w, two, c, scales, zeros);
-      if (three.count) multiply_few<3, Zero>(w, three, c, scales, zeros);
+      if (two.count) multiply_few<2, Zero>(w[0], two, c, scales[0], zeros[0]);
+      if (three.count) multiply_few<3, Zero>(w[0], three, c, scales[0], zeros[0]);
     }
   }
-  return all.special();
+  special[0] = first.special();
+  if (Tiles == 2) special[1] = second.special();
 }
 
 // ((sum 0 + sum 1) + (sum 2 + sum 3)) + bias.
@@ -296,27 +351,38 @@ inline void join(const float* sums, const float* bias, float* out) {
 
 constexpr int kFew = 8;  // measured: up to here kRowGroups is faster
 
-void tile_rows(const Tile& tile, const Vector* const* vectors, int count, const TileScratch& scratch, float (*out)[16]) {
-  alignas(64) float bias[16] = {};
-  for (int r = 0; r < tile.rows; ++r) bias[r] = bias_of(tile, r);
+void tile_rows(const Tile* tiles, int num_tiles, const Vector* const* vectors, int count, const TileScratch& scratch,
+               float (*const* out)[16]) {
   Batch two, three;
   for (int t = 0; t < count; ++t) {
     if (vectors[t]->num_digits == 0) continue;
     Batch& batch = vectors[t]->num_digits == 2 ? two : three;
     batch.vectors[batch.count] = vectors[t], batch.sums[batch.count++] = scratch.sums + t * 64;
-    for (int i = 0; i < 4; ++i) _mm512_store_ps(scratch.sums + t * 64 + i * 16, _mm512_setzero_ps());
   }
-  uint32_t special = 0;
-  if (const int with_digits = two.count + three.count) {
-    const bool few = with_digits <= kFew && !tile.transposed;
-    const auto loop = !few          ? (tile.zero ? tile_loop<kRows, false, true> : tile_loop<kRows, false, false>)
-                      : with_digits == 1 ? (tile.zero ? tile_loop<kRowGroups, true, true> : tile_loop<kRowGroups, true, false>)
-                                    : (tile.zero ? tile_loop<kRowGroups, false, true> : tile_loop<kRowGroups, false, false>);
-    special = loop(tile, two, three, scratch);
-    for (int t = 0; t < count; ++t)
-      few ? join<kRowGroups>(scratch.sums + t * 64, bias, out[t]) : join<kRows>(scratch.sums + t * 64, bias, out[t]);
+  const int with_digits = two.count + three.count;
+  const bool zero = tiles[0].zero != nullptr, few = with_digits <= kFew && !tiles[0].transposed;
+  const bool pair = num_tiles == 2 && !few && !tiles[0].transposed && tiles[0].rows == tiles[1].rows;
+  for (int i = 0; i < num_tiles; i += pair ? 2 : 1) {
+    uint32_t special[2] = {};
+    const int at_once = pair ? 2 : 1;
+    if (with_digits) {
+      for (int p = 0; p < at_once; ++p)
+        std::memset(scratch.sums + p * kTileTokens * 64, 0, size_t(count) * 64 * sizeof(float));
+      const auto loop = pair               ? (zero ? tile_loop<kRows, 0, 2, true> : tile_loop<kRows, 0, 2, false>)
+                        : !few             ? (zero ? tile_loop<kRows, 0, 1, true> : tile_loop<kRows, 0, 1, false>)
+                        : with_digits == 1 ? (zero ? tile_loop<kRowGroups, 1, 1, true> : tile_loop<kRowGroups, 1, 1, false>)
+                                           : (zero ? tile_loop<kRowGroups, 0, 1, true> : tile_loop<kRowGroups, 0, 1, false>);
+      loop(tiles + i, two, three, scratch, special);
+    }
+    for (int p = 0; p < at_once; ++p) {
+      alignas(64) float bias[16] = {};
+      for (int r = 0; r < tiles[i + p].rows; ++r) bias[r] = bias_of(tiles[i + p], r);
+      const float* sums = scratch.sums + p * kTileTokens * 64;
+      for (int t = 0; t < count && with_digits; ++t)
+        few ? join<kRowGroups>(sums + t * 64, bias, out[i + p][t]) : join<kRows>(sums + t * 64, bias, out[i + p][t]);
+      exact_tile(tiles[i + p], vectors, count, special[p], scratch, out[i + p]);
+    }
   }
-  exact_tile(tile, vectors, count, special, scratch, out);
 }
 
 constexpr Isa kIsa = {"avx512", prepare, tile_rows, activate_rows};

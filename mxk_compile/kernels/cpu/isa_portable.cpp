@@ -5,11 +5,12 @@ namespace {
 
 void prepare(const void* raw, bool wide, int64_t, const Coding&, void*, Vector* out) { *out = {raw, wide, 0, nullptr}; }
 
-void tile(const Tile& t, const Vector* const* vectors, int count, const TileScratch& scratch, float (*out)[16]) {
-  exact_tile(t, vectors, count, 0, scratch, out);
+void tiles(const Tile* tiles, int num_tiles, const Vector* const* vectors, int count, const TileScratch& scratch,
+           float (*const* out)[16]) {
+  for (int i = 0; i < num_tiles; ++i) exact_tile(tiles[i], vectors, count, 0, scratch, out[i]);
 }
 
-constexpr Isa kIsa = {"portable", prepare, tile, activate_rows};
+constexpr Isa kIsa = {"portable", prepare, tiles, activate_rows};
 
 }  // namespace
 

@@ -4,7 +4,7 @@
 //   1. tokens -> digits                                                    | claimed by token
 //   2. per (expert, 16 gate rows + 16 up rows): two tiles, activation -> fp32 h   | claimed in blocks of row tiles
 //   3. h rows -> digits, in place                                          | claimed by route
-//   4. per 16 output rows: a tile per expert, then the weighted fp32 sum of each token in slot order -> bf16
+//   4. per 32 output rows: two tiles per expert, then the weighted fp32 sum of each token in slot order -> bf16
 //
 // Work is cut along output rows and claimed dynamically, so threads finish together for any routing. Every output
 // element is computed by one thread from start to end, and tiles do not depend on their neighbours: results are equal
@@ -180,7 +180,7 @@ struct ThreadScratch {
   TileScratch tile;
   float (*gate)[16];
   float (*up)[16];
-  float (*partial)[16];  // [routes of the slab][16]
+  float (*partial[2])[16];  // [routes of the slab][16] of two tiles
 };
 
 struct Slab {
@@ -248,12 +248,12 @@ void gate_up(Slab& s, const ThreadScratch& scratch) {
   const int64_t tiles = (c.intermediate + kTileRows - 1) / kTileRows, blocks = (tiles + s.block - 1) / s.block;
   struct Step {
     int64_t expert, tile, end;
-    Tile gate, up;
+    Tile pair[2];  // gate, up
   };
   const auto load = [&](Step& step) {
     const int rows = int(step.tile * kTileRows + kTileRows <= c.intermediate ? kTileRows : c.intermediate - step.tile * kTileRows);
-    step.gate = make_tile(c, kGate, step.expert, step.tile * kTileRows, rows);
-    step.up = make_tile(c, kUp, step.expert, step.tile * kTileRows, rows);
+    step.pair[0] = make_tile(c, kGate, step.expert, step.tile * kTileRows, rows);
+    step.pair[1] = make_tile(c, kUp, step.expert, step.tile * kTileRows, rows);
   };
   const auto claim = [&](Step& step) {
     const int64_t item = s.claimed[1].fetch_add(1);
@@ -272,16 +272,16 @@ void gate_up(Slab& s, const ThreadScratch& scratch) {
       load(next);
     else
       more = claim(next);
-    step.gate.next = &step.up;
-    step.up.next = more ? &next.gate : nullptr;
+    step.pair[0].next = &step.pair[1];
+    step.pair[1].next = more ? &next.pair[0] : nullptr;
     const int64_t end = s.start[step.expert + 1];
     for (int64_t r = s.start[step.expert]; r < end; r += kTileTokens) {
       const int count = int(end - r < kTileTokens ? end - r : kTileTokens);
-      s.isa->tile(step.gate, s.x_of + r, count, scratch.tile, scratch.gate);
-      s.isa->tile(step.up, s.x_of + r, count, scratch.tile, scratch.up);
+      float(*const out[2])[16] = {scratch.gate, scratch.up};
+      s.isa->tiles(step.pair, 2, s.x_of + r, count, scratch.tile, out);
       float* rows[kTileTokens];
       for (int t = 0; t < count; ++t) rows[t] = s.h_row[r + t] + step.tile * kTileRows;
-      s.isa->activate(activation, scratch.gate, scratch.up, count, step.gate.rows, rows);
+      s.isa->activate(activation, scratch.gate, scratch.up, count, step.pair[0].rows, rows);
     }
     step = next;
   }
@@ -318,25 +318,35 @@ void combine(const Slab& s, const float (*partial)[16], int64_t row, int rows) {
 
 void down(Slab& s, const ThreadScratch& scratch) {
   const MxkMoe& c = *s.call;
-  const int64_t tiles = (c.hidden + kTileRows - 1) / kTileRows;
-  const auto load = [&](int64_t tile, int64_t expert) {
-    const int64_t row = tile * kTileRows;
-    return make_tile(c, kDown, s.experts[expert], row, int(row + kTileRows <= c.hidden ? kTileRows : c.hidden - row));
+  const int64_t items = (c.hidden + 2 * kTileRows - 1) / (2 * kTileRows);
+  struct Step {
+    Tile pair[2];
+    int count;
+  };
+  const auto rows_of = [&](int64_t row) { return int(row + kTileRows <= c.hidden ? kTileRows : c.hidden - row); };
+  const auto load = [&](int64_t item, int64_t a, Step& step) {
+    step.count = 0;
+    for (int64_t row = item * 2 * kTileRows; step.count < 2 && row < c.hidden; row += kTileRows)
+      step.pair[step.count++] = make_tile(c, kDown, s.experts[a], row, rows_of(row));
   };
   int64_t item = s.claimed[3].fetch_add(1);
-  while (item < tiles) {
+  while (item < items) {
     const int64_t next_item = s.claimed[3].fetch_add(1);
+    Step step, next;
     for (int64_t a = 0; a < s.active; ++a) {
-      Tile tile = load(item, a), next;
-      const bool same = a + 1 < s.active;
-      if (same || next_item < tiles) next = load(same ? item : next_item, same ? a + 1 : 0), tile.next = &next;
+      load(item, a, step);
+      const bool same = a + 1 < s.active, more = same || next_item < items;
+      if (more) load(same ? item : next_item, same ? a + 1 : 0, next);
+      step.pair[0].next = step.count == 2 ? &step.pair[1] : more ? &next.pair[0] : nullptr;
+      step.pair[1].next = more ? &next.pair[0] : nullptr;
       const int64_t end = s.start[s.experts[a] + 1];
       for (int64_t r = s.start[s.experts[a]]; r < end; r += kTileTokens) {
-        s.isa->tile(tile, s.h_of + r, int(end - r < kTileTokens ? end - r : kTileTokens), scratch.tile, scratch.partial + r);
+        float(*const out[2])[16] = {scratch.partial[0] + r, scratch.partial[1] + r};
+        s.isa->tiles(step.pair, step.count, s.h_of + r, int(end - r < kTileTokens ? end - r : kTileTokens), scratch.tile, out);
       }
     }
-    const int64_t row = item * kTileRows;
-    combine(s, scratch.partial, row, int(row + kTileRows <= c.hidden ? kTileRows : c.hidden - row));
+    for (int64_t i = 0, row = item * 2 * kTileRows; i < 2 && row < c.hidden; ++i, row += kTileRows)
+      combine(s, scratch.partial[i], row, rows_of(row));
     item = next_item;
   }
 }
@@ -359,10 +369,10 @@ bool lay_out(Slab& s, int64_t tokens) {
   const MxkMoe& c = *s.call;
   const int64_t routes = tokens * c.top_k, widest = c.hidden > c.intermediate ? c.hidden : c.intermediate;
   const int64_t x_bytes = vector_bytes(c.hidden), h_bytes = vector_bytes(c.intermediate);
-  const size_t per_thread = 2 * Arena::bytes_for<float>(kTileTokens * 16) + Arena::bytes_for<float>(routes * 16) +
-                            Arena::bytes_for<float>(scales_capacity(widest) * 16) +
-                            Arena::bytes_for<uint8_t>(scales_capacity(widest) * 16) + Arena::bytes_for<float>(widest) +
-                            Arena::bytes_for<float>(kTileTokens * 64);
+  const size_t per_thread = 2 * Arena::bytes_for<float>(kTileTokens * 16) + 2 * Arena::bytes_for<float>(routes * 16) +
+                            Arena::bytes_for<float>(2 * scales_capacity(widest) * 16) +
+                            Arena::bytes_for<uint8_t>(2 * scales_capacity(widest) * 16) + Arena::bytes_for<float>(widest) +
+                            Arena::bytes_for<float>(2 * kTileTokens * 64);
   const size_t shared = 2 * Arena::bytes_for<int64_t>(routes) + Arena::bytes_for<float>(routes) +
                         2 * Arena::bytes_for<int64_t>(c.experts + 1) + Arena::bytes_for<Vector>(tokens) +
                         Arena::bytes_for<Vector>(routes) + 3 * Arena::bytes_for<void*>(routes) +
@@ -381,11 +391,11 @@ bool lay_out(Slab& s, int64_t tokens) {
     ThreadScratch& scratch = s.scratch[t];
     scratch.gate = reinterpret_cast<float(*)[16]>(arena.take<float>(kTileTokens * 16));
     scratch.up = reinterpret_cast<float(*)[16]>(arena.take<float>(kTileTokens * 16));
-    scratch.partial = reinterpret_cast<float(*)[16]>(arena.take<float>(routes * 16));
-    scratch.tile.scales = arena.take<float>(scales_capacity(widest) * 16);
-    scratch.tile.zeros = arena.take<uint8_t>(scales_capacity(widest) * 16);
+    for (auto& partial : scratch.partial) partial = reinterpret_cast<float(*)[16]>(arena.take<float>(routes * 16));
+    scratch.tile.scales = arena.take<float>(2 * scales_capacity(widest) * 16);
+    scratch.tile.zeros = arena.take<uint8_t>(2 * scales_capacity(widest) * 16);
     scratch.tile.row = arena.take<float>(widest);
-    scratch.tile.sums = arena.take<float>(kTileTokens * 64);
+    scratch.tile.sums = arena.take<float>(2 * kTileTokens * 64);
   }
   for (int64_t r = 0; r < routes; ++r) s.h_of[r] = &s.h[r], s.h_row[r] = reinterpret_cast<float*>(s.h_memory + r * h_bytes);
   return true;

@@ -75,10 +75,10 @@ inline int64_t scales_capacity(int64_t columns) { return (groups_of(columns) + 3
 
 // Scratch of one thread.
 struct TileScratch {
-  float* scales;   // [scales_capacity(columns)][16]
+  float* scales;   // [2 tiles][scales_capacity(columns)][16]
   uint8_t* zeros;  // the same
   float* row;      // one dequantised row
-  float* sums;     // [kTileTokens][4][16]
+  float* sums;     // [2 tiles][kTileTokens][4][16]
 };
 
 // Per call constants of the activation.
@@ -91,8 +91,9 @@ struct Isa {
   const char* name;
   // Writes the chunks of n values (bf16, or fp32 if `wide`) to `memory`, which may be where they stand.
   void (*prepare)(const void* raw, bool wide, int64_t n, const Coding& coding, void* memory, Vector* out);
-  // out[token][16] = vectors x rows + bias, count <= kTileTokens.
-  void (*tile)(const Tile& tile, const Vector* const* vectors, int count, const TileScratch& scratch, float (*out)[16]);
+  // out[i][vector][16] = vectors x rows + bias of tiles[i], count <= kTileTokens; num_tiles 1 or 2, of equal shape.
+  void (*tiles)(const Tile* tiles, int num_tiles, const Vector* const* vectors, int count, const TileScratch& scratch,
+                float (*const* out)[16]);
   // h[token][0..rows) = activation(gate, up).
   void (*activate)(const Activation&, const float (*gate)[16], const float (*up)[16], int count, int rows, float* const* h);
 };
