@@ -273,18 +273,19 @@ void multiply_few(const __m512i* w, const Batch& batch, int64_t c, const float* 
 
 // ---- tiles ---------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kAhead = 6;  // chunks: measured; the lines must reach the first cache but not crowd it
+// How many chunks ahead rows are fetched: measured. The lines must reach the first cache but not crowd it.
+constexpr int64_t kAhead = 6, kPairAhead = 3;
 
-// Asks for what the tile, or the one after it, will read kAhead chunks later, and for the next tile's scales.
-inline void fetch(const Tile& tile, int64_t c, int64_t chunks) {
-  const bool beyond = c + kAhead >= chunks;
-  const Tile* from = beyond ? tile.next : &tile;
+// Asks for what `tile`, or `next` after it, will read some chunks after c, and for the next tile's scales.
+inline void fetch(const Tile& tile, const Tile* next, int64_t c, int64_t chunks, int64_t ahead) {
+  const bool beyond = c + ahead >= chunks;
+  const Tile* from = beyond ? next : &tile;
   if (from == nullptr) return;
-  const uint8_t* at = from->weight + (c + kAhead - (beyond ? chunks : 0)) * 64;
+  const uint8_t* at = from->weight + (c + ahead - (beyond ? chunks : 0)) * 64;
   const int64_t step = from->weight_step, last = from->rows - 1;
   for (int r = 0; r < 16; ++r) prefetch(at + (r < last ? r : last) * step);
-  if (tile.next == nullptr || c > 15) return;
-  const uint8_t* scale = tile.next->scale + (c < last ? c : last) * tile.next->scale_step;
+  if (next == nullptr || c > 15) return;
+  const uint8_t* scale = next->scale + (c < next->rows ? c : 0) * next->scale_step;
   const int64_t bytes = groups_of(tile.columns) * kGroup / tile.group * dtype_bytes(tile.scale_dtype);
   for (int64_t i = 0; i < bytes; i += 64) prefetch(scale + i);
 }
@@ -292,7 +293,7 @@ inline void fetch(const Tile& tile, int64_t c, int64_t chunks) {
 // Sums of the tile for all vectors; returns the rows that need exact.h.
 template <Lanes kLanes, bool Single, int Tiles, bool Zero>
 __attribute__((noinline)) void tile_loop(const Tile* tiles, const Batch& two, const Batch& three, const TileScratch& scratch,
-                                         uint32_t* special) {
+                                         const Tile* next, uint32_t* special) {
   const Tile& tile = tiles[0];
   const int64_t groups = groups_of(tile.columns), bytes = (tile.columns + 1) / 2;
   const __m512i table = code_table(tile.format);
@@ -306,7 +307,7 @@ __attribute__((noinline)) void tile_loop(const Tile* tiles, const Batch& two, co
   alignas(64) float scales[Tiles][4 * 16], zeros[Tiles][4 * 16];
   for (int64_t c = 0; c < chunks; ++c) {
     for (int i = 0; i < Tiles; ++i) {
-      if (!tile.transposed) fetch(tiles[i], c, chunks);
+      if (!tile.transposed) fetch(tiles[i], Tiles == 2 ? tiles[i].next : next, c, chunks, Tiles == 2 ? kPairAhead : kAhead);
       (i ? second : first).get(4 * c, scales[i], zeros[i]);
     }
     if (Single) {
@@ -349,7 +350,7 @@ inline void join(const float* sums, const float* bias, float* out) {
   }
 }
 
-constexpr int kFew = 8;  // measured: up to here kRowGroups is faster
+constexpr int kFew = 3;  // measured: up to here kRowGroups is as fast or faster
 
 void tile_rows(const Tile* tiles, int num_tiles, const Vector* const* vectors, int count, const TileScratch& scratch,
                float (*const* out)[16]) {
@@ -372,7 +373,8 @@ void tile_rows(const Tile* tiles, int num_tiles, const Vector* const* vectors, i
                         : !few             ? (zero ? tile_loop<kRows, 0, 1, true> : tile_loop<kRows, 0, 1, false>)
                         : with_digits == 1 ? (zero ? tile_loop<kRowGroups, 1, 1, true> : tile_loop<kRowGroups, 1, 1, false>)
                                            : (zero ? tile_loop<kRowGroups, 0, 1, true> : tile_loop<kRowGroups, 0, 1, false>);
-      loop(tiles + i, two, three, scratch, special);
+      // One tile after the other: the second follows the first, and the next call's first follows the last.
+      loop(tiles + i, two, three, scratch, i + 1 < num_tiles ? tiles + i + 1 : tiles[0].next, special);
     }
     for (int p = 0; p < at_once; ++p) {
       alignas(64) float bias[16] = {};

@@ -272,8 +272,7 @@ void gate_up(Slab& s, const ThreadScratch& scratch) {
       load(next);
     else
       more = claim(next);
-    step.pair[0].next = &step.pair[1];
-    step.pair[1].next = more ? &next.pair[0] : nullptr;
+    for (int i = 0; i < 2; ++i) step.pair[i].next = more ? &next.pair[i] : nullptr;
     const int64_t end = s.start[step.expert + 1];
     for (int64_t r = s.start[step.expert]; r < end; r += kTileTokens) {
       const int count = int(end - r < kTileTokens ? end - r : kTileTokens);
@@ -337,8 +336,7 @@ void down(Slab& s, const ThreadScratch& scratch) {
       load(item, a, step);
       const bool same = a + 1 < s.active, more = same || next_item < items;
       if (more) load(same ? item : next_item, same ? a + 1 : 0, next);
-      step.pair[0].next = step.count == 2 ? &step.pair[1] : more ? &next.pair[0] : nullptr;
-      step.pair[1].next = more ? &next.pair[0] : nullptr;
+      for (int i = 0; i < 2; ++i) step.pair[i].next = !more ? nullptr : i < next.count ? &next.pair[i] : &next.pair[0];
       const int64_t end = s.start[s.experts[a] + 1];
       for (int64_t r = s.start[s.experts[a]]; r < end; r += kTileTokens) {
         float(*const out[2])[16] = {scratch.partial[0] + r, scratch.partial[1] + r};

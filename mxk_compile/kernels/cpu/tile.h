@@ -68,7 +68,7 @@ struct Tile {
   int64_t column0, column_step;
   bool transposed;
   int rows;
-  const Tile* next;  // what will be read after this one, of the same shape; null: unknown
+  const Tile* next;  // its place in the next call's tiles; null: unknown
 };
 
 inline int64_t scales_capacity(int64_t columns) { return (groups_of(columns) + 31) / 32 * 32; }
