@@ -22,6 +22,7 @@ README = (ROOT / "README.md").read_text()
 
 LONG_FILES = {
     "examples/train_tiny_gptoss.py": "one script, read from top to bottom",
+    "mxk_compile/kernels/cpu/isa_avx512.cpp": "one instruction set, both ways to share its lanes",
     "mxk_compile/kernels/cpu/moe.cpp": "one schedule: routing, the two projections, the sum",
     "tests/kernels/cpu/test_moe.py": "every question to one kernel, on each instruction set",
     "tests/ops/test_moe.py": "the semantics of one op, case by case",
