@@ -1,11 +1,12 @@
 """CPU kernels of `mxk::moe`: packed weights read where they lie, by the library that setup.py builds beside this file.
 
 What is computed, and how, stands in tile.h (numbers) and moe.cpp (schedule); this file only describes tensors to it.
-Importing it loads nothing: the library is opened at the first question.
+Importing it loads the library, which then watches for forks; it is asked nothing before the first question.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -48,6 +49,10 @@ _ROW_ORDERS = {name: index for index, name in enumerate(ROW_ORDERS)}
 _ACTIVATIONS = {name: index for index, name in enumerate(ACTIVATIONS)}
 _PROJECTION = struct.Struct("=15q")
 _CALL = struct.Struct("=24q2d")
+
+
+with contextlib.suppress(OSError):  # `available` says what is wrong
+    ctypes.CDLL(str(LIBRARY))
 
 
 @functools.cache

@@ -51,28 +51,39 @@ inline float to_integers(const __m512 (&x)[2], __m512 (&scaled)[2], __m512i (&in
   return from_bits(uint32_t(exponent - Bits) << 23);
 }
 
-// Whether 2 digits leave more behind, in the quadratic mean, than 2^-10 of the vector's typical magnitude: the square of
-// the mean root, which outliers hardly move, so that they do not buy the loss of everything else.
+// Digits of a vector: 2, unless they leave more behind, in the quadratic mean, than 2^-10 of its typical magnitude (the
+// square of the mean root, which outliers hardly move), or drown a group; 0 for plain fp32. The intermediate (`wide`) is
+// never that: its small values are what the activation has switched off.
 template <class T>
-bool needs_third_digit(const T* raw, int64_t n, int largest) {
+int digits_needed(const T* raw, bool wide, int64_t n, int largest) {
   __m512 lost = _mm512_setzero_ps(), roots = _mm512_setzero_ps();
-  __m512i values = _mm512_setzero_si512();
+  int values = 0, drowned_in_2 = 0, drowned_in_3 = 0;
   const __m512 normal = power_of_two(127 - largest);
   for (int64_t g = 0; g < groups_of(n); ++g) {
     __m512 x[2], scaled[2];
     __m512i integers[2];
     load_group(raw, g, n, x);
     const __m512 unit = _mm512_mul_ps(_mm512_set1_ps(to_integers<14>(x, scaled, integers)), normal);
+    const int most = _mm512_reduce_max_epi32(_mm512_max_epi32(magnitude(x[0]), magnitude(x[1])));
+    int in_2 = 0, in_3 = 0;
     for (int i = 0; i < 2; ++i) {
+      const __m512i bits = magnitude(x[i]);
+      const __mmask16 present = _mm512_test_epi32_mask(bits, bits);  // zeros lose nothing
       const __m512 l = _mm512_mul_ps(_mm512_sub_ps(scaled[i], _mm512_cvtepi32_ps(integers[i])), unit);
-      const __m512 size = _mm512_mul_ps(_mm512_castsi512_ps(magnitude(x[i])), normal);
       lost = _mm512_fmadd_ps(l, l, lost);
-      roots = _mm512_add_ps(roots, _mm512_sqrt_ps(size));
-      values = _mm512_add_epi32(values, _mm512_min_epi32(magnitude(x[i]), _mm512_set1_epi32(1)));  // zeros don't count
+      roots = _mm512_add_ps(roots, _mm512_sqrt_ps(_mm512_mul_ps(_mm512_castsi512_ps(bits), normal)));
+      values += __builtin_popcount(present);
+      in_2 += __builtin_popcount(_mm512_mask_cmplt_epi32_mask(present, bits, _mm512_set1_epi32(most - kDrownedIn2)));
+      in_3 += __builtin_popcount(_mm512_mask_cmplt_epi32_mask(present, bits, _mm512_set1_epi32(most - kDrownedIn3)));
     }
+    drowned_in_2 = in_2 > drowned_in_2 ? in_2 : drowned_in_2;
+    drowned_in_3 = in_3 > drowned_in_3 ? in_3 : drowned_in_3;
   }
-  const float count = float(_mm512_reduce_add_epi32(values)), root = _mm512_reduce_add_ps(roots) / count;
-  return count > 0 && _mm512_reduce_add_ps(lost) / count > kLost2 * (root * root) * (root * root);
+  if (values == 0) return 2;
+  if (!wide && drowned_in_3 >= kDrowned) return 0;
+  const float count = float(values), root = _mm512_reduce_add_ps(roots) / count;
+  const bool loses = _mm512_reduce_add_ps(lost) / count > kLost2 * (root * root) * (root * root);
+  return loses || drowned_in_2 >= kDrowned ? 3 : 2;
 }
 
 template <int Digits, class T>
@@ -110,11 +121,9 @@ void prepare_values(const T* raw, bool wide, int64_t n, const Coding& coding, ui
   *out = {raw, wide, 0, memory};
   if (largest != 0 && (largest < (kSmallest << 23) || largest >= (kLargest << 23))) return;
   largest = largest == 0 ? 127 : largest >> 23;
-  out->num_digits = needs_third_digit(raw, n, largest) ? 3 : 2;
-  if (out->num_digits == 2)
-    write_chunks<2>(raw, n, coding, memory);
-  else
-    write_chunks<3>(raw, n, coding, memory);
+  out->num_digits = digits_needed(raw, wide, n, largest);
+  if (out->num_digits == 2) write_chunks<2>(raw, n, coding, memory);
+  if (out->num_digits == 3) write_chunks<3>(raw, n, coding, memory);
 }
 
 void prepare(const void* raw, bool wide, int64_t n, const Coding& coding, void* memory, Vector* out) {

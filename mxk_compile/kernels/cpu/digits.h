@@ -32,25 +32,38 @@ inline float to_integers(const float (&x)[kGroup], float (&scaled)[kGroup], int3
   return from_bits(uint32_t(exponent - Bits) << 23);
 }
 
+// As in avx512_prepare.h.
 template <class T>
-bool needs_third_digit(const T* raw, int64_t n, int largest) {
+int digits_needed(const T* raw, bool wide, int64_t n, int largest) {
   const float normal = from_bits(uint32_t(127 - largest + 127) << 23);
   double lost = 0, roots = 0;
   int64_t count = 0;
+  int drowned_in_2 = 0, drowned_in_3 = 0;
   for (int64_t g = 0; g < groups_of(n); ++g) {
     float x[kGroup], scaled[kGroup], lost_here = 0, roots_here = 0;
-    int32_t integers[kGroup];
+    int32_t integers[kGroup], most = 0;
     read_group(raw, g, n, x);
     const float unit = to_integers<14>(x, scaled, integers) * normal;
     for (int i = 0; i < kGroup; ++i) {
+      const int32_t bits = int32_t(to_bits(x[i]) & 0x7fffffffu);
+      most = bits > most ? bits : most;
+    }
+    int in_2 = 0, in_3 = 0;
+    for (int i = 0; i < kGroup; ++i) {
       const float l = (scaled[i] - float(integers[i])) * unit, size = x[i] < 0 ? -x[i] : x[i];
-      lost_here += l * l, roots_here += __builtin_sqrtf(size * normal), count += x[i] != 0;
+      const int32_t bits = int32_t(to_bits(x[i]) & 0x7fffffffu);
+      lost_here += l * l, roots_here += __builtin_sqrtf(size * normal), count += bits != 0;
+      in_2 += bits != 0 && bits < most - kDrownedIn2, in_3 += bits != 0 && bits < most - kDrownedIn3;
     }
     lost += lost_here, roots += roots_here;
+    drowned_in_2 = in_2 > drowned_in_2 ? in_2 : drowned_in_2;
+    drowned_in_3 = in_3 > drowned_in_3 ? in_3 : drowned_in_3;
   }
-  if (count == 0) return false;
+  if (count == 0) return 2;
+  if (!wide && drowned_in_3 >= kDrowned) return 0;
   const double root = roots / double(count);
-  return lost / double(count) > kMayLose2 * (root * root) * (root * root);
+  const bool loses = lost / double(count) > kMayLose2 * (root * root) * (root * root);
+  return loses || drowned_in_2 >= kDrowned ? 3 : 2;
 }
 
 template <int Digits, class T>
@@ -89,11 +102,9 @@ void prepare_values(const T* raw, bool wide, int64_t n, const Coding& coding, ui
   int largest = int(most >> 23);
   if (most != 0 && (largest < kSmallest || largest >= kLargest)) return;
   if (most == 0) largest = 127;
-  out->num_digits = needs_third_digit(raw, n, largest) ? 3 : 2;
-  if (out->num_digits == 2)
-    write_chunks<2>(raw, n, coding, memory);
-  else
-    write_chunks<3>(raw, n, coding, memory);
+  out->num_digits = digits_needed(raw, wide, n, largest);
+  if (out->num_digits == 2) write_chunks<2>(raw, n, coding, memory);
+  if (out->num_digits == 3) write_chunks<3>(raw, n, coding, memory);
 }
 
 inline void prepare(const void* raw, bool wide, int64_t n, const Coding& coding, void* memory, Vector* out) {

@@ -133,6 +133,12 @@ inline float bias_of(const Tile& tile, int r) {
   return tile.bias ? load_float(tile.bias + r * tile.bias_step, tile.bias_dtype) : 0.0f;
 }
 
+// A value below 2^-9 (2^-16) of the largest of its group keeps 6 significant bits or fewer in 2 (3) digits. Where six of a
+// group are so small, one large value drowns the rest, and weights that are zero at it would show that: the vector takes
+// the third digit, or plain fp32. Groups of normally distributed values hardly ever have six (0.1 expected).
+constexpr int kDrowned = 6;
+constexpr int32_t kDrownedIn2 = 9 << 23, kDrownedIn3 = 16 << 23;
+
 // Rows in `rows` (bit mask) for all vectors, the others for the vectors without digits.
 inline void exact_tile(const Tile& tile, const Vector* const* vectors, int count, uint32_t rows,
                        const TileScratch& scratch, float (*out)[16]) {

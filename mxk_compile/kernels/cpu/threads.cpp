@@ -43,8 +43,10 @@ bool look_up(void* scope, const char* name, F& function) {
   return (function = reinterpret_cast<F>(dlsym(scope, name))) != nullptr;
 }
 
+// When the library is loaded, not at the first call: a fork in between must be noticed too.
+__attribute__((constructor)) void watch_forks() { pthread_atfork(before_fork, nullptr, after_fork_in_child); }
+
 Runtime find() {
-  pthread_atfork(before_fork, nullptr, after_fork_in_child);
   Runtime runtime;
   for (void* scope : {dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD), RTLD_DEFAULT}) {
     if (scope == nullptr && scope != RTLD_DEFAULT) continue;
