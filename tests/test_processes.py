@@ -103,8 +103,9 @@ def test_threads() -> None:
             assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
+@pytest.mark.parametrize("first_call", ["in the parent", "in the child"])
 @pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_children(how: str, tmp_path: pathlib.Path) -> None:
+def test_children(how: str, first_call: str, tmp_path: pathlib.Path) -> None:
     """A child that inherits a used thread pool (fork) or none (spawn) computes the same, and does not hang."""
     code = f"""
     import torch, torch.multiprocessing as mp
@@ -119,14 +120,18 @@ def test_children(how: str, tmp_path: pathlib.Path) -> None:
 
     if __name__ == "__main__":
         torch.set_num_threads(2)
+        torch.ones(500, 500) @ torch.ones(500, 500)  # the pool that the children do not inherit
         case = random_case(num_tokens=8, hidden_size=256)
-        expected = case.fused().tolist()
+        if "{first_call}" == "in the parent":
+            case.fused()
         context = mp.get_context("{how}")
         queue = context.Queue()
-        children = [context.Process(target=child, args=(queue, case if "{how}" == "fork" else None)) for _ in range(2)]
+        arguments = (queue, case if "{how}" == "fork" else None)
+        children = [context.Process(target=child, args=arguments) for _ in range(2)]
         for c in children: c.start()
-        assert [queue.get(timeout=60) for _ in children] == [expected] * 2
+        results = [queue.get(timeout=60) for _ in children]
         for c in children: c.join(60)
+        assert results == [case.fused().tolist()] * 2
     """
     script = tmp_path / "children.py"  # spawn imports it again: it must be a file
     script.write_text(textwrap.dedent(code))

@@ -65,8 +65,8 @@ def check_moe(
         _refuse("hidden_states", _text(hidden_states), "[T, K], floating point")
     if topk_ids.dim() != 2 or not is_integer(topk_ids):
         _refuse("topk_ids", _text(topk_ids), "[T, k], an integer dtype such as int64 or int32")
-    if topk_weights.dim() != 2 or not topk_weights.is_floating_point():
-        _refuse("topk_weights", _text(topk_weights), "[T, k], floating point")
+    if topk_weights.dim() != 2 or topk_weights.dtype not in (*int4.FLOAT_DTYPES, torch.float64):
+        _refuse("topk_weights", _text(topk_weights), f"[T, k], {_FLOAT_DTYPES} or torch.float64")
     num_tokens, hidden_size = hidden_states.shape
     top_k = topk_ids.shape[1]
     if topk_ids.shape[0] != num_tokens:
@@ -76,8 +76,10 @@ def check_moe(
     for name, routing in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if routing.device != hidden_states.device:
             _refuse(name, f"on {routing.device}", f"{hidden_states.device}, as hidden_states")
-    if isinstance(limit, float) and limit != limit:
-        _refuse("limit", "nan", "a number, or None for no clamp")
+    if limit is not None and not limit >= 0:
+        _refuse("limit", str(limit), "a number >= 0, or None for no clamp")
+    if experts_min < 0:
+        _refuse("experts_min", str(experts_min), "a global id >= 0")
 
     num_experts = len(w2)
     separate = row_order == "separate"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -61,6 +62,20 @@ def _fits(argument: torch._C.Argument, value: Any) -> bool:
     if "Tensor" in kind:
         return isinstance(value, fx.Node)
     return not isinstance(value, (list, tuple, str))
+
+
+_IN_PLACE = {operator.setitem} | {
+    getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "and", "or", "xor")
+}
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether a node may write to a tensor: an op that says so, a method like `mul_`, an operator like `+=`."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if node.op == "call_method":
+        return str(node.target).endswith("_")
+    return node.target in _IN_PLACE
 
 
 def fake_value(node: fx.Node) -> Any:

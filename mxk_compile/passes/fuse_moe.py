@@ -20,7 +20,7 @@ from torch import fx
 from mxk_compile.errors import CallError
 from mxk_compile.kernels import MoEDesc, supports
 from mxk_compile.passes import token_rule
-from mxk_compile.passes.arguments import bind, fake_arguments, overload_of
+from mxk_compile.passes.arguments import bind, fake_arguments, mutates, overload_of
 from mxk_compile.passes.context import Context
 from mxk_compile.passes.report import NodeReport
 from mxk_compile.passes.stacks import find_stack
@@ -92,6 +92,7 @@ def _read(overload: torch._ops.OpOverload, node: fx.Node) -> Call:
     scales = [lists[name] for name in form.scales]
     zeros: list[Nodes] = [[] for _ in packed]
     if form.weight_format is None:
+        _check_unchanged(packed, node)
         attributes["weight_format"], packed, scales, zeros = _read_conversions(packed)
     biases = [lists[name] for name in form.biases] or [[], []]
     # Gate and up of separate lists are one w13 list: all gates, then all ups.
@@ -119,6 +120,20 @@ def _nodes(name: str, values: Any) -> Nodes:
     if not isinstance(values, (list, tuple)) or not all(isinstance(value, fx.Node) for value in values):
         raise Declined(f"{name} is not a list of tensors in the graph")
     return list(values)
+
+
+def _check_unchanged(weights: list[Nodes], node: fx.Node) -> None:
+    """Declines where something is mutated after the weights were made: a fused kernel reads what they were made of.
+
+    AOT graphs are functional up to here; exported and Dynamo-level ones need not be.
+    """
+    pending = {value for values in weights for value in values}
+    current = node.prev
+    while pending and current.op != "root":
+        pending.discard(current)
+        if mutates(current):
+            raise Declined(f"{current.name} mutates a tensor between the weights and their use")
+        current = current.prev
 
 
 def _read_conversions(weights: list[Nodes]) -> tuple[str, list[Nodes], list[Nodes], list[Nodes]]:

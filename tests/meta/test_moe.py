@@ -29,7 +29,13 @@ def attribute(**changes: Any) -> Change:
         (attribute(pack_dim="rows"), "pack_dim is 'rows'; allowed: input, output"),
         (attribute(pack_dim="output"), "pack_dim is 'output' with mxfp4"),
         (attribute(row_order="separate"), "row_order is 'separate' with stacked weights"),
-        (attribute(limit=float("nan")), "limit is nan"),
+        (attribute(limit=float("nan")), "limit is nan; allowed: a number >= 0"),
+        (attribute(limit=-2.0), r"limit is -2.0; allowed: a number >= 0"),
+        (attribute(experts_min=-3), "experts_min is -3"),
+        (
+            lambda c: {"topk_weights": c.topk_weights.to(torch.float8_e4m3fn)},
+            "topk_weights is .*float8_e4m3fn",
+        ),
         (lambda c: {"hidden_states": c.hidden_states[0]}, r"hidden_states is \[128\]"),
         (
             lambda c: {"hidden_states": c.hidden_states.int()},

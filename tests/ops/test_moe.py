@@ -373,6 +373,22 @@ def test_strided_inputs(run: Run, top_k: int) -> None:
 
 
 @both
+@pytest.mark.parametrize("hidden_size", [32, 256])
+@pytest.mark.parametrize(
+    ("outlier", "small"),
+    [(4.0, 0.02), (8.0, 0.01), (8.0, 1e-4), (100.0, 0.01), (1e4, 0.01), (1e20, 1.0), (1e30, 1.0)],
+)
+def test_outliers_do_not_drown_their_group(run: Run, hidden_size: int, outlier: float, small: float) -> None:
+    """Weights that are zero but for the small values beside one large one: what a shared exponent would lose."""
+    case = random_case(num_tokens=1, num_experts=1, top_k=1, hidden_size=hidden_size)
+    case.w13[..., 16:] = 0
+    case.w13[..., 0] &= 0xF0  # the first code is 0
+    case.hidden_states[:, :32] *= small
+    case.hidden_states[:, 0] = outlier
+    assert rel_l2(run(case), independent(case)) < 8e-3
+
+
+@both
 def test_padding_is_never_read(run: Run) -> None:
     """A1: bytes behind the last group of a row, in wider scale and weight buffers, do not matter."""
     case = random_case(hidden_size=1504, intermediate_size=1504, num_experts=2)

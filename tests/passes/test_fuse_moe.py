@@ -436,6 +436,35 @@ def test_conversion_used_elsewhere_is_kept(rewrite: Callable[..., Any]) -> None:
     assert found.after[0].count("convert_from_int4.default") == 1
 
 
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_scales_mutated_in_an_exported_graph(when: str) -> None:
+    """An exported graph is not functional: what is written after the conversions must not reach the fused call."""
+    case = random_case(num_experts=2, weight_format="int4", pack_dim="output")
+
+    class Model(torch.nn.Module):
+        def forward(
+            self, x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor
+        ):
+            scale = s13.clone()
+            if when == "before":
+                scale.mul_(2.0)
+            w12 = [torch.ops.hpu.convert_from_int4(w13[e], scale[e], None, torch.bfloat16) for e in range(2)]
+            w3 = [torch.ops.hpu.convert_from_int4(w2[e], s2[e], None, torch.bfloat16) for e in range(2)]
+            if when == "between":
+                scale.mul_(2.0)
+            y = stock.fused_weights(x, ids, weights, w12, w3, False, "silu", 0, 1)
+            if when == "after":
+                scale.mul_(2.0)
+            return y
+
+    inputs = (*case.routing, *case.weights[:4])
+    module = torch.export.export(Model(), inputs).module()
+    expected = module(*inputs)
+    report = run_passes(module)
+    assert report.num_fused == (when != "between")
+    assert rel_l2(module(*inputs), expected) < 1e-2
+
+
 def test_cond_branches(rewrite: Callable[..., Any]) -> None:
     case = random_case()
 

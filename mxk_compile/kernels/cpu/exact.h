@@ -114,9 +114,11 @@ inline float dot_chunks(const float* row, const Vector& x, int64_t n, float codi
     const uint8_t* chunk = x.chunks + k / 128 * chunk_bytes(x.num_digits);
     const int64_t group = k / kGroup % 4, i = k % kGroup;
     float unit;
-    std::memcpy(&unit, chunk + x.num_digits * kDigit + group * 4, 4);
-    int32_t value = 0;
-    for (int d = 0; d < x.num_digits; ++d)
+    std::memcpy(&unit, chunk + chunk_bytes(x.num_digits) - 32 + group * 4, 4);
+    int16_t half;
+    std::memcpy(&half, chunk + ((i & 1) * 64 + group * 16 + i / 2) * 2, 2);
+    int32_t value = x.num_digits == 1 ? half : 0;
+    for (int d = 0; x.num_digits > 1 && d < x.num_digits; ++d)
       value = value * 256 + int8_t(chunk[d * kDigit + (i & 1) * kPlane + group * 16 + i / 2]);
     sum += row[k] * (float(value) * unit / coding_unit);
   }

@@ -83,7 +83,7 @@ def unpack(
     elif zero is None:
         signed = groups.to(torch.int8) - SYMMETRIC_ZERO
     else:
-        signed = groups.to(torch.int8) - zero.to(torch.int8).unsqueeze(-1)
+        signed = groups.to(torch.int16) - zero.to(torch.int16).unsqueeze(-1)  # a byte may hold more than 15
     return (signed * scale.to(torch.float32).unsqueeze(-1)).to(dtype).flatten(-2)
 
 
