@@ -13,7 +13,7 @@ Schemes (`quantization_config` in config.json names one, or the caller does):
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -94,7 +94,10 @@ class Checkpoint(TensorFiles):
             self.refuse(
                 prefix, f"row_order={row_order!r} for scheme {scheme!r}", allowed, "state the row order"
             )
-        if gptq_format is not None and (scheme != "gptq" or gptq_format not in GPTQ_FORMATS):
+        if type(scale_bias) is not int or not 0 <= scale_bias < mxfp4.SCALE_NAN:
+            allowed = f"0 to {mxfp4.SCALE_NAN - 1}, {mxfp4.SCALE_BIAS} in files of the standard"
+            self.refuse(prefix, f"scale_bias={scale_bias!r}", allowed, "leave it out")
+        if gptq_format is not None and (scheme != "gptq" or gptq_format not in tuple(GPTQ_FORMATS)):
             allowed = f"{', '.join(GPTQ_FORMATS)} for scheme 'gptq', None for every other"
             self.refuse(prefix, f"gptq_format={gptq_format!r}", allowed, "leave it to the metadata")
         if scheme in ("gpt_oss", "mxfp4"):
@@ -111,19 +114,28 @@ class Checkpoint(TensorFiles):
         text = self.config.get("text_config")
         nested = text.get("quantization_config") if isinstance(text, dict) else None
         found = self.config.get("quantization_config") or nested or {}
-        return found if isinstance(found, dict) else {}
+        if not isinstance(found, dict):
+            self._refuse_config(f"quantization_config {found!r}", "a JSON object")
+        return found
 
     def num_experts(self) -> int | None:
         """Return the number of routed experts that config.json gives, None where it gives none."""
         for config in (self.config, self.config.get("text_config")):
             for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-                if isinstance(config, dict) and isinstance(config.get(key), int):
-                    return int(config[key])
+                value = config.get(key) if isinstance(config, dict) else None
+                if value is None:
+                    continue
+                if type(value) is not int or value < 1:
+                    self._refuse_config(f"{key} {value!r}", "a number of at least 1")
+                return value
         return None
+
+    def _refuse_config(self, given: str, allowed: str) -> NoReturn:
+        raise CheckpointError(str(self.directory / "config.json"), given, allowed, "repair it")
 
     def _scheme(self) -> str:
         method = self.quantization().get("quant_method")
-        if method not in _SCHEME_OF_METHOD:
+        if method not in tuple(_SCHEME_OF_METHOD):
             what = f"{self.directory / 'config.json'}: quantization_config"
             advice = f"pass scheme= with one of {', '.join(SCHEMES)}"
             raise CheckpointError(what, f"quant_method {method!r}", ", ".join(_SCHEME_OF_METHOD), advice)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +29,9 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 _CHUNK_BYTES = 64 << 20  # read at a time, for the progress bar
 _QUIET_SECONDS = 2.0  # a load shorter than this shows no progress bar
 _REFETCH = "fetch the file again"
+_MAX_DIMS = 64  # of a tensor: what torch computes with
+_MAX_SIZE = 2**63 - 1  # of a size, an offset or a tensor's bytes: what torch takes
+_ENTRY_KEYS = ("dtype", "shape", "data_offsets")
 _DTYPES = {
     **{"U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
     **{"BOOL": torch.bool, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32},
@@ -56,11 +62,12 @@ class TensorFiles:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.directory = self.path if self.path.is_dir() else self.path.parent
-        file = _find(self.path)
-        self._entries = _read_index(file) if file.suffix == ".json" else _read_header(file)
-        config = self.directory / "config.json"
-        self.config: dict[str, Any] = _read_json(config, config.read_bytes()) if config.is_file() else {}
+        with _reading(self.path):
+            self.directory = self.path if self.path.is_dir() else self.path.parent
+            file = _find(self.path)
+            self._entries = _read_index(file) if file.suffix == ".json" else _read_header(file)
+            config = self.directory / "config.json"
+            self.config: dict[str, Any] = _read_json(config, config.read_bytes()) if config.is_file() else {}
         self._bar: Any = None
 
     def close(self) -> None:
@@ -123,7 +130,7 @@ class TensorFiles:
         progress = self._progress()
         view = memoryview((ctypes.c_char * entry.num_bytes).from_address(out.data_ptr())).cast("B")
         done = 0
-        with open(entry.path, "rb", buffering=0) as file:
+        with _reading(entry.path), open(entry.path, "rb", buffering=0) as file:
             file.seek(entry.offset)
             while done < entry.num_bytes:
                 count = file.readinto(view[done : done + _CHUNK_BYTES])
@@ -151,6 +158,17 @@ class TensorFiles:
                 leave=False,
             )
         return self._bar
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn what the system says of a file (name too long, no permission, an error of the disk) into CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            str(error.filename or path), str(error.strerror), "a file that can be read", _REFETCH
+        ) from error
 
 
 def _find(path: Path) -> Path:
@@ -218,39 +236,48 @@ def _read_header(path: Path) -> dict[str, Entry]:
 
 
 def _parse_entry(path: Path, name: str, value: Any, start: int, file_bytes: int) -> Entry:
-    try:
-        dtype_name, shape = str(value["dtype"]), tuple(int(size) for size in value["shape"])
-        begin, end = (int(offset) for offset in value["data_offsets"])
-    except (KeyError, TypeError, ValueError):
+    fields: dict[str, Any] = dict.fromkeys(_ENTRY_KEYS) | (value if isinstance(value, dict) else {})
+    dtype_name, shape, offsets = (fields[key] for key in _ENTRY_KEYS)
+    # Exact types: int() would take "4", 4.9 and true, and a str or an object would pass as a list.
+    is_read = isinstance(dtype_name, str) and all(
+        isinstance(sizes, list)
+        and len(sizes) <= _MAX_DIMS
+        and all(type(size) is int and abs(size) <= _MAX_SIZE for size in sizes)
+        for sizes in (shape, offsets)
+    )
+    if not is_read or len(offsets) != 2:
         given = "a header entry that cannot be read"
-        raise CheckpointError(f"{path}: {name}", given, "dtype, shape, data_offsets", _REFETCH) from None
+        raise CheckpointError(f"{path}: {name}", given, ", ".join(_ENTRY_KEYS), _REFETCH)
+    begin, end = offsets
     if start + end > file_bytes:
         given = f"truncated, {file_bytes} bytes"
         raise CheckpointError(f"{path}: {name}", given, f"at least {start + end} bytes", _REFETCH)
     dtype = _DTYPES.get(dtype_name)
-    wanted = end - begin
-    if dtype is not None:
-        wanted = dtype.itemsize
-        for size in shape:
-            wanted *= size
-    if begin < 0 or min(shape, default=0) < 0 or wanted != end - begin:
+    wanted = max(end - begin, 0) if dtype is None else dtype.itemsize * math.prod(shape)
+    # torch computes strides of an empty tensor too.
+    is_too_large = 8 * math.prod(max(size, 1) for size in shape) > _MAX_SIZE
+    if begin < 0 or min(shape, default=0) < 0 or wanted != end - begin or is_too_large:
         given = f"{dtype_name} {list(shape)} at bytes {begin} to {end}"
-        raise CheckpointError(f"{path}: {name}", given, f"{wanted} bytes", _REFETCH)
-    return Entry(path, dtype_name, dtype, shape, start + begin, end - begin)
+        allowed = f"{wanted} bytes, and less than 2**60 elements if each empty size were 1"
+        raise CheckpointError(
+            f"{path}: {name}", given, allowed if is_too_large else f"{wanted} bytes", _REFETCH
+        )
+    return Entry(path, dtype_name, dtype, tuple(shape), start + begin, end - begin)
 
 
 def _read_json(path: Path, text: bytes) -> dict[str, Any]:
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen = dict(pairs)
         if len(seen) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise CheckpointError(str(path), f"duplicate name {twice}", "each name once", _REFETCH)
         return seen
 
     try:
         value = json.loads(text, object_pairs_hook=no_duplicates)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, too many digits, too deep
         given = f"text that is not JSON ({error})"
         raise CheckpointError(str(path), given, "a JSON object", _REFETCH) from None
     if not isinstance(value, dict):

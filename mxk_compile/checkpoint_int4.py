@@ -64,14 +64,14 @@ class Int4Layer:
         config = quantization if is_gptq else self._compressed_config(quantization)
         num_bits = config.get("bits" if is_gptq else "num_bits")
         if num_bits != 4:
-            self._refuse_config(f"{num_bits} bits", "4 bits", "choose a 4-bit checkpoint")
+            self._refuse_config(f"{num_bits!r} bits", "4 bits", "choose a 4-bit checkpoint")
         self.group_size = config.get("group_size")  # None or -1: one group a row
         self.gptq_format: str | None = None
         self.label_is_given = gptq_format is not None
         self.symmetric = config.get("sym" if is_gptq else "symmetric") is True
         if is_gptq:
             self.gptq_format = gptq_format or config.get("checkpoint_format") or "gptq"
-            if self.gptq_format not in GPTQ_FORMATS:
+            if self.gptq_format not in tuple(GPTQ_FORMATS):
                 given = f"checkpoint_format {self.gptq_format!r}"
                 self._refuse_config(given, ", ".join(GPTQ_FORMATS), "convert the checkpoint")
         self.stores_zero = is_gptq or not self.symmetric
@@ -119,18 +119,24 @@ class Int4Layer:
             self._check_zero(first + self.parts.zero, zero)
         return {key: weight, f"{key}_scale": scale, f"{key}_zero": zero, f"{key}_bias": bias}
 
-    def _name(self, expert: int, projection: str, part: str) -> str:
+    def _name(self, expert: int | str, projection: str, part: str) -> str:
         return f"{self.prefix}.{expert}.{projection}.{part}"
 
     def _count(self, num_experts: int | None) -> int:
+        """The number of experts, each of which the file names; so what is built for each is bounded by the file."""
         pattern = re.compile(re.escape(self.prefix) + r"\.(\d+)\.")
-        found = {int(match[1]) for match in map(pattern.match, self.files.names()) if match}
+        found = {match[1] for match in map(pattern.match, self.files.names()) if match}
         if num_experts is None:
-            num_experts = max(found, default=0) + 1
-        if found and max(found) >= num_experts:
-            name = self._name(max(found), "gate_proj", self.parts.weight)
+            num_experts = max(len(found), 1)
+        for expert in range(num_experts):
+            if str(expert) not in found:
+                self.files.entry(self._name(expert, "gate_proj", self.parts.weight))  # raises: there is none
+        more = found.difference(map(str, range(num_experts)))
+        if more:
+            last = max(more, key=lambda digits: (len(digits), digits))
+            name = self._name(last, "gate_proj", self.parts.weight)
             self.files.refuse(
-                name, f"expert {max(found)}", f"{num_experts} experts (config.json)", "check the file"
+                name, f"expert {last}", f"{num_experts} experts (config.json)", "check the file"
             )
         return num_experts
 
@@ -174,6 +180,7 @@ class Int4Layer:
             files.expect(name + "bias", FLOAT_DTYPES, (rows,))
             files.expect(name + "bias", (bias_dtype,), (rows,))
         if name + "weight_shape" in files:
+            files.expect(name + "weight_shape", (torch.int32, torch.int64), (2,))
             shape = files.tensor(name + "weight_shape").tolist()
             if shape != [rows, columns]:
                 files.refuse(
@@ -221,10 +228,13 @@ class Int4Layer:
         """The `weights` arguments that compressed-tensors metadata gives to the experts of this layer."""
         module = self._name(0, "gate_proj", "").removesuffix(".")
         scheme: dict[str, Any] = quantization
-        groups = quantization.get("config_groups")
-        if isinstance(groups, dict):
-            by_name = [group for group in groups.values() if _targets(group, module)]
-            by_class = [group for group in groups.values() if "Linear" in (group.get("targets") or ())]
+        if quantization.get("config_groups") is not None:
+            groups = [
+                self._object(group, f"config group {name}")
+                for name, group in self._object(quantization["config_groups"], "config_groups").items()
+            ]
+            by_name = [group for group in groups if self._targets(group, module)]
+            by_class = [group for group in groups if "Linear" in (group.get("targets") or ())]
             matching = by_name or by_class
             if len(matching) != 1:
                 given = f"{len(matching)} config_groups for {module}"
@@ -233,7 +243,7 @@ class Int4Layer:
         packing = scheme.get("format") or quantization.get("format")
         if packing != "pack-quantized":
             self._refuse_config(f"format {packing!r}", "'pack-quantized'", "convert the checkpoint")
-        weights = scheme.get("weights") or scheme
+        weights = self._object(scheme.get("weights") or scheme, "weights")
         size = weights.get("group_size")
         kind = weights.get("type", "int")
         strategy = weights.get("strategy", "channel" if size in (None, -1) else "group")
@@ -244,14 +254,26 @@ class Int4Layer:
         symmetric = weights.get("symmetric") is not False
         return {**weights, "symmetric": symmetric, "group_size": size if strategy == "group" else None}
 
+    def _targets(self, group: dict[str, Any], module: str) -> bool:
+        """Whether a config group names this module, exactly or by a regular expression."""
+        targets = group.get("targets") or []
+        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+            self._refuse_config(f"targets {targets!r}", "a list of strings", "repair quantization_config")
+        try:
+            return any(
+                re.match(target[3:], module) if target.startswith("re:") else target == module
+                for target in targets
+            )
+        except (re.error, OverflowError, RecursionError) as error:
+            self._refuse_config(
+                f"targets {targets!r} ({error})", "regular expressions", "repair quantization_config"
+            )
+
+    def _object(self, value: Any, name: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            self._refuse_config(f"{name} {value!r}", "a JSON object", "repair quantization_config")
+        return value
+
     def _refuse_config(self, given: str, allowed: str, advice: str) -> NoReturn:
         what = f"{self.files.directory / 'config.json'}: quantization_config"
         raise CheckpointError(what, given, allowed, advice)
-
-
-def _targets(group: dict[str, Any], module: str) -> bool:
-    """Whether a config group names this module, exactly or by a regular expression."""
-    return any(
-        re.match(target[3:], module) if target.startswith("re:") else target == module
-        for target in group.get("targets") or ()
-    )

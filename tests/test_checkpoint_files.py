@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mxk_compile.errors import CheckpointError
 
 SHARD = "model-{:05d}-of-{:05d}.safetensors"
 INDEX = "model.safetensors.index.json"
+U8 = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
 TENSORS = {f"layer.{i}": torch.arange(10 + i, dtype=torch.float32) for i in range(7)}
 
 
@@ -101,6 +103,15 @@ def test_a_shard_name_cannot_leave_the_directory(tmp_path: Path, shard: Any) -> 
     refused(path, f"file {shard!r} for x; allowed: the plain name of a .safetensors file")
 
 
+def test_what_the_system_refuses_is_one_line(tmp_path: Path) -> None:
+    path = shards(tmp_path)
+    for edit in ("a" * 5000 + ".safetensors", "a\0.safetensors", "\ud800.safetensors"):
+        edit_index(path, lambda weight_map, edit=edit: weight_map.update({"x": edit}))
+        refused(path, ": ")
+    refused(tmp_path / ("a" * 5000), "File name too long; allowed: a file that can be read")
+    refused(Path("a\0b"), "no such file")
+
+
 def test_duplicate_names_are_refused(tmp_path: Path) -> None:
     path = shards(tmp_path)
     name = "layer.0"
@@ -118,6 +129,9 @@ def test_duplicate_names_are_refused(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "text that is not JSON"),
+        ('{"x": ' + "9" * 5000 + "}", "text that is not JSON"),
+        ("[" * 100_000, "text that is not JSON"),
+        ("\0\x80", "text that is not JSON"),
         ("[]", "JSON list; allowed: a JSON object"),
         ("{}", "no weight_map"),
         ('{"weight_map": {}}', "no weight_map"),
@@ -139,10 +153,27 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str, message: st
         ({"x": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, "x: F32 [-1] at bytes 4 to 0"),
         ({"x": {"dtype": "F32", "shape": [1]}}, "x: a header entry that cannot be read"),
         ({"x": 3}, "x: a header entry that cannot be read"),
+        (U8 | {"shape": [0, 2**62, 8], "data_offsets": [0, 0]}, "x: U8 [0, 4611686018427387904, 8] at"),
+        ({"dtype": "F4", "shape": [4], "data_offsets": [4, 0]}, "x: F4 [4] at bytes 4 to 0"),
+        *(
+            (U8 | change, "x: a header entry that cannot be read; allowed: dtype, shape, data_offsets")
+            for change in (
+                *(
+                    {"shape": shape}
+                    for shape in ("4", {"4": 1}, 4, None, [4.9], [True, 4], ["4"], [math.inf])
+                ),
+                *({"shape": shape, "data_offsets": [0, 0]} for shape in ([0, 2**70], [0] * 65)),
+                *(
+                    {"data_offsets": offsets}
+                    for offsets in ([0, math.inf], [0, 4, 8], [2**64, 2**64 + 4], "04")
+                ),
+                {"dtype": ["U8"]},
+            )
+        ),
     ],
 )
 def test_a_header_that_lies_is_refused(tmp_path: Path, header: dict[str, Any], message: str) -> None:
-    text = json.dumps(header).encode()
+    text = json.dumps(header if "x" in header else {"x": header}).encode()
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
     refused(file, f"{file}: {message}")

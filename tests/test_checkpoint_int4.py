@@ -93,6 +93,11 @@ def compressed_config(group: int, symmetric: bool, **changes: Any) -> dict[str, 
     return {"quantization_config": {**method, "config_groups": groups}}
 
 
+def group_config(group: Any) -> dict[str, Any]:
+    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    return {"quantization_config": {**method, "config_groups": {"g": group}}}
+
+
 def gptq_config(group: int, symmetric: bool, version: int, **changes: Any) -> dict[str, Any]:
     config = {
         "quant_method": "gptq",
@@ -316,28 +321,28 @@ def test_a_broken_tensor_is_named(tmp_path: Path, kind: str, changes: dict[str, 
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'; allowed: mxfp4"),
         (compressed_config(32, True, num_bits=8), "8 bits; allowed: 4 bits"),
         (compressed_config(32, True, type="float"), "type 'float', strategy 'group'; allowed: type 'int'"),
-        (
-            compressed_config(32, True, strategy="tensor"),
-            "strategy 'tensor'; allowed: type 'int', strategy 'group'",
-        ),
+        (compressed_config(32, True, strategy="tensor"), "strategy 'tensor'; allowed: type 'int', strategy"),
         (
             {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}},
             "format 'nvfp4-pack-quantized'; allowed: 'pack-quantized'",
         ),
         (
-            {
-                "quantization_config": {
-                    "quant_method": "compressed-tensors",
-                    "config_groups": {"a": {"targets": ["re:.*attn.*"]}},
-                }
-            },
-            "0 config_groups for model.layers.0.mlp.experts.0.gate_proj; allowed: one",
+            group_config({"targets": ["re:.*attn.*"]}),
+            "0 config_groups for " + PREFIX + ".0.gate_proj; allowed: one",
         ),
-        (
-            gptq_config(32, True, 1, checkpoint_format="marlin"),
-            "checkpoint_format 'marlin'; allowed: gptq, gptq_v2",
-        ),
+        (gptq_config(32, True, 1, checkpoint_format="marlin"), "'marlin'; allowed: gptq, gptq_v2"),
         (gptq_config(32, True, 1, bits=8), "8 bits; allowed: 4 bits"),
+        (compressed_config(32, True, num_bits="4"), "'4' bits; allowed: 4 bits"),
+        (gptq_config(32, True, 1, checkpoint_format=["x"]), "checkpoint_format ['x']; allowed: gptq"),
+        ({"quantization_config": {"quant_method": ["x"]}}, "quant_method ['x']; allowed: mxfp4"),
+        (group_config("x"), "config group g 'x'; allowed: a JSON object"),
+        (group_config(None), "config group g None; allowed: a JSON object"),
+        (group_config({"targets": ["Linear"], "weights": "x"}), "weights 'x'; allowed: a JSON object"),
+        (group_config({"targets": "Linear"}), "targets 'Linear'; allowed: a list of strings"),
+        (group_config({"targets": 5}), "targets 5; allowed: a list of strings"),
+        (group_config({"targets": [5]}), "targets [5]; allowed: a list of strings"),
+        (group_config({"targets": ["re:("]}), "targets ['re:('] (missing ), unterminated subpattern"),
+        (group_config({"targets": ["re:a{99999999999}"]}), "allowed: regular expressions"),
     ],
 )
 def test_unknown_metadata_is_refused(tmp_path: Path, config: dict[str, Any], text: str) -> None:
@@ -348,6 +353,37 @@ def test_unknown_metadata_is_refused(tmp_path: Path, config: dict[str, Any], tex
     assert "config.json: quantization_config" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        *(
+            ({"num_local_experts": given}, f"num_local_experts {given!r}; ")
+            for given in (0, -1, True, "3", [3])
+        ),
+        ({"num_local_experts": 10**12}, f"missing tensor {PREFIX}.3.gate_proj.weight_packed"),
+        ({"quantization_config": "x"}, "quantization_config 'x'; allowed: a JSON object"),
+    ],
+)
+def test_a_number_of_experts_is_bounded_by_the_file(
+    tmp_path: Path, config: dict[str, Any], text: str
+) -> None:
+    _, path = compressed(tmp_path)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | config))
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        Checkpoint(path).experts(PREFIX)
+
+
+def test_a_number_in_a_name_is_no_number_of_experts(tmp_path: Path) -> None:
+    for number in ("999999999", "9" * 5000):
+        checkpoint = broken(tmp_path, "compressed", **{f"{number}.x": torch.ones(1)})
+        with pytest.raises(CheckpointError, match=rf"expert {number}; allowed: 3 experts"):
+            checkpoint.experts(PREFIX)
+        del checkpoint.config["num_local_experts"]
+        with pytest.raises(CheckpointError, match=r"missing tensor .*\.3\.gate_proj"):
+            checkpoint.experts(PREFIX)
+
+
 def test_options_of_other_schemes_are_refused(tmp_path: Path) -> None:
     checkpoint = Checkpoint(compressed(tmp_path)[1])
     with pytest.raises(CheckpointError, match="gptq_format='gptq'; allowed: gptq, gptq_v2 for scheme 'gptq'"):
@@ -356,5 +392,8 @@ def test_options_of_other_schemes_are_refused(tmp_path: Path) -> None:
         CheckpointError, match="scale_bias=125 for scheme 'compressed_tensors'; allowed: MXFP4"
     ):
         checkpoint.experts(PREFIX, scale_bias=125)
+    for bias in (10**9, -1, 255, True):
+        with pytest.raises(CheckpointError, match=f"scale_bias={bias}; allowed: 0 to 254"):
+            checkpoint.experts(PREFIX, scale_bias=bias)
     with pytest.raises(CheckpointError, match=r"missing tensor model\.layers\.7\.mlp\.experts\.0\.gate_proj"):
         checkpoint.experts("model.layers.7.mlp.experts")
