@@ -52,8 +52,7 @@ inline float to_integers(const __m512 (&x)[2], __m512 (&scaled)[2], __m512i (&in
 }
 
 // Digits of a vector: 2, unless they leave more behind, in the quadratic mean, than 2^-10 of its typical magnitude (the
-// square of the mean root, which outliers hardly move), or drown a group; 0 for plain fp32. The intermediate (`wide`) is
-// never that: its small values are what the activation has switched off.
+// square of the mean root, which outliers hardly move), or drown a group of a token (not `wide`); 0 for plain fp32.
 template <class T>
 int digits_needed(const T* raw, bool wide, int64_t n, int largest) {
   __m512 lost = _mm512_setzero_ps(), roots = _mm512_setzero_ps();
@@ -83,7 +82,7 @@ int digits_needed(const T* raw, bool wide, int64_t n, int largest) {
   if (!wide && drowned_in_3 >= kDrowned) return 0;
   const float count = float(values), root = _mm512_reduce_add_ps(roots) / count;
   const bool loses = _mm512_reduce_add_ps(lost) / count > kLost2 * (root * root) * (root * root);
-  return loses || drowned_in_2 >= kDrowned ? 3 : 2;
+  return loses || (!wide && drowned_in_2 >= kDrowned) ? 3 : 2;
 }
 
 template <int Digits, class T>

@@ -63,7 +63,7 @@ int digits_needed(const T* raw, bool wide, int64_t n, int largest) {
   if (!wide && drowned_in_3 >= kDrowned) return 0;
   const double root = roots / double(count);
   const bool loses = lost / double(count) > kMayLose2 * (root * root) * (root * root);
-  return loses || drowned_in_2 >= kDrowned ? 3 : 2;
+  return loses || (!wide && drowned_in_2 >= kDrowned) ? 3 : 2;
 }
 
 template <int Digits, class T>

@@ -136,8 +136,8 @@ inline float bias_of(const Tile& tile, int r) {
 }
 
 // A value below 2^-9 (2^-16) of the largest of its group keeps 6 significant bits or fewer in 2 (3) digits. Where six of a
-// group are so small, one large value drowns the rest, and weights that are zero at it would show that: the vector takes
-// the third digit, or plain fp32. Groups of normally distributed values hardly ever have six (0.1 expected).
+// group are so small, one large value drowns the rest, and weights that are zero at it would show that: a token takes
+// the third digit, or plain fp32; not the intermediate, whose small values are what the activation has switched off. Groups of normally distributed values hardly ever have six (0.1 expected).
 constexpr int kDrowned = 6;
 constexpr int32_t kDrownedIn2 = 9 << 23, kDrownedIn3 = 16 << 23;
 

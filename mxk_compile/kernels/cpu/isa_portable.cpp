@@ -1,16 +1,177 @@
-// Any machine: every vector takes the plain fp32 path.
-#include "exact.h"
+// Any machine: plain C++ in loops that compilers vectorise (SSE2, NEON).
+//
+// A vector's chunk holds its 16-bit integers themselves instead of 2 digits, in the same order (num_digits 1); vectors
+// that would need a third digit take the plain fp32 path. A row is unpacked once, as 16-bit integers with offset and zero
+// point already taken off, and multiplied with every vector: products of 16 bits with int32 sums per group of 32.
+#include "digits.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
 
 namespace {
 
-void prepare(const void* raw, bool wide, int64_t, const Coding&, void*, Vector* out) { *out = {raw, wide, 0, nullptr}; }
+// Sum of 16 products. Written for the two baselines: compilers make scalar code of so short a loop.
+#if defined(__SSE2__)
+using Sums = __m128i;
+inline Sums no_sums() { return _mm_setzero_si128(); }
+inline Sums add_products(Sums sums, const int16_t* a, const uint8_t* b) {
+  const __m128i* x = reinterpret_cast<const __m128i*>(a);
+  const __m128i* y = reinterpret_cast<const __m128i*>(b);
+  sums = _mm_add_epi32(sums, _mm_madd_epi16(_mm_loadu_si128(x), _mm_loadu_si128(y)));
+  return _mm_add_epi32(sums, _mm_madd_epi16(_mm_loadu_si128(x + 1), _mm_loadu_si128(y + 1)));
+}
+inline int32_t total(Sums sums) {
+  sums = _mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_shuffle_epi32(sums, 0xb1)));
+}
+#elif defined(__ARM_NEON)
+using Sums = int32x4_t;
+inline Sums no_sums() { return vdupq_n_s32(0); }
+inline Sums add_products(Sums sums, const int16_t* a, const uint8_t* b) {
+  for (int i = 0; i < 2; ++i) {
+    const int16x8_t x = vld1q_s16(a + 8 * i), y = vreinterpretq_s16_u8(vld1q_u8(b + 16 * i));
+    sums = vmlal_s16(vmlal_s16(sums, vget_low_s16(x), vget_low_s16(y)), vget_high_s16(x), vget_high_s16(y));
+  }
+  return sums;
+}
+inline int32_t total(Sums sums) { return vaddvq_s32(sums); }
+#else
+using Sums = int32_t;
+inline Sums no_sums() { return 0; }
+inline Sums add_products(Sums sums, const int16_t* a, const uint8_t* b) {
+  for (int i = 0; i < 16; ++i) {
+    int16_t y;
+    std::memcpy(&y, b + 2 * i, 2);
+    sums += int32_t(a[i]) * y;
+  }
+  return sums;
+}
+inline int32_t total(Sums sums) { return sums; }
+#endif
+
+template <class T>
+void write_halves(const T* raw, int64_t n, const Coding& coding, uint8_t* to) {
+  for (int64_t c = 0; c < chunks_of(n); ++c, to += chunk_bytes(1)) {
+    int16_t halves[2][4][16];
+    float units[8] = {};
+    for (int g = 0; g < 4; ++g) {  // all of it is read before the chunk is written: it may lie in the same place
+      float x[kGroup], scaled[kGroup];
+      int32_t integers[kGroup];
+      read_group(raw, c * 4 + g, n, x);
+      units[g] = to_integers<14>(x, scaled, integers) * coding.unit;
+      for (int i = 0; i < kGroup; ++i) halves[i & 1][g][i / 2] = int16_t(integers[i]);
+    }
+    std::memcpy(to, halves, sizeof halves);
+    std::memcpy(to + sizeof halves, units, sizeof units);
+  }
+}
+
+template <class T>
+void prepare_halves(const T* raw, bool wide, int64_t n, const Coding& coding, uint8_t* memory, Vector* out) {
+  uint32_t most = 0;
+  for (int64_t k = 0; k < n; ++k) {
+    const uint32_t size = to_bits(to_float(raw[k])) & 0x7fffffffu;
+    most = size > most ? size : most;
+  }
+  *out = {raw, wide, 0, memory};
+  const int largest = int(most >> 23);
+  if (most != 0 && (largest < kSmallest || largest >= kLargest || digits_needed(raw, wide, n, largest) != 2)) return;
+  write_halves(raw, n, coding, memory);
+  out->num_digits = 1;
+}
+
+void prepare_vector(const void* raw, bool wide, int64_t n, const Coding& coding, void* memory, Vector* out) {
+  uint8_t* to = static_cast<uint8_t*>(memory);
+  if (wide)
+    prepare_halves(static_cast<const float*>(raw), wide, n, coding, to, out);
+  else
+    prepare_halves(static_cast<const uint16_t*>(raw), wide, n, coding, to, out);
+}
+
+// Codes of a nibble to integers: twice E2M1, two's complement, or as they are.
+template <int64_t kFormat>
+inline int16_t integer_of(int16_t code) {
+  if (kFormat == MXK_UINT4) return code;
+  if (kFormat == MXK_INT4) return int16_t((code ^ 8) - 8);
+  const int16_t m = code & 7, above4 = m > 4 ? int16_t(m - 4) : int16_t(0), above6 = m > 6 ? int16_t(1) : int16_t(0);
+  const int16_t size = int16_t(m + above4 + 2 * above6), sign = int16_t(-(code >> 3));  // 0 1 2 3 4 6 8 12
+  return int16_t((size ^ sign) - sign);
+}
+
+// integers[groups][2 planes][16] of a row; `zeros` by group.
+template <int64_t kFormat>
+void unpack_row(const uint8_t* line, int64_t groups, int64_t bytes, const int16_t* zeros, int16_t* integers) {
+  for (int64_t g = 0; g < groups; ++g) {
+    uint8_t tail[16] = {};
+    const uint8_t* packed = line + g * 16;
+    if (bytes - g * 16 < 16) std::memcpy(tail, packed, size_t(bytes - g * 16)), packed = tail;
+    int16_t* to = integers + g * 32;
+    for (int i = 0; i < 16; ++i) to[i] = int16_t(integer_of<kFormat>(int16_t(packed[i] & 15)) - zeros[g]);
+    for (int i = 0; i < 16; ++i) to[16 + i] = int16_t(integer_of<kFormat>(int16_t(packed[i] >> 4)) - zeros[g]);
+  }
+}
+
+float multiply_row(const int16_t* integers, const float* scales, int64_t groups, const Vector& x) {
+  float sum = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    const uint8_t* chunk = x.chunks + g / 4 * chunk_bytes(1);
+    const int16_t* w = integers + g * 32;
+    const Sums sums = add_products(add_products(no_sums(), w, chunk + g % 4 * 32), w + 16, chunk + 128 + g % 4 * 32);
+    float unit;
+    std::memcpy(&unit, chunk + 256 + g % 4 * 4, 4);
+    sum += float(total(sums)) * unit * scales[g];
+  }
+  return sum;
+}
+
+void tile_rows(const Tile& tile, const Vector* const* vectors, int count, const TileScratch& scratch, float (*out)[16]) {
+  uint32_t special = 0;
+  bool integers_used = false;
+  for (int t = 0; t < count; ++t) integers_used |= vectors[t]->num_digits == 1;
+  if (tile.transposed) special = 0xffff;
+  const int64_t groups = groups_of(tile.columns), bytes = (tile.columns + 1) / 2;
+  float* scales = scratch.scales;
+  int16_t* zeros = reinterpret_cast<int16_t*>(scales + groups);
+  int16_t* integers = reinterpret_cast<int16_t*>(scales + 2 * groups);
+  for (int r = 0; integers_used && !tile.transposed && r < tile.rows; ++r) {
+    const uint8_t* scale = tile.scale + r * tile.scale_step;
+    const int16_t offset = tile.format == MXK_UINT4 ? 8 : 0;
+    if (tile.scale_dtype == MXK_U8 && tile.group == kGroup) {
+      for (int64_t g = 0; g < groups; ++g) scales[g] = from_bits(uint32_t(scale[g]) << 23);
+    } else {
+      for (int64_t g = 0; g < groups; ++g) scales[g] = scale_of(tile, r, g * kGroup / tile.group);
+    }
+    bool ordinary = true;
+    for (int64_t g = 0; g < groups; ++g) {
+      const float size = scales[g] < 0 ? -scales[g] : scales[g];
+      ordinary &= tile.scale_dtype == MXK_U8 ? size >= 0x1p-126f && size < 0x1p126f : size < __builtin_inff();
+      zeros[g] = offset;
+    }
+    special |= uint32_t(!ordinary) << r;
+    for (int64_t g = 0; tile.zero && g < groups; ++g) zeros[g] = int16_t(zero_of(tile, r, g * kGroup / tile.group));
+    if (special >> r & 1) continue;
+    const uint8_t* line = tile.weight + r * tile.weight_step;
+    if (tile.format == MXK_MXFP4)
+      unpack_row<MXK_MXFP4>(line, groups, bytes, zeros, integers);
+    else if (tile.format == MXK_INT4)
+      unpack_row<MXK_INT4>(line, groups, bytes, zeros, integers);
+    else
+      unpack_row<MXK_UINT4>(line, groups, bytes, zeros, integers);
+    for (int t = 0; t < count; ++t)
+      if (vectors[t]->num_digits == 1) out[t][r] = multiply_row(integers, scales, groups, *vectors[t]) + bias_of(tile, r);
+  }
+  exact_tile(tile, vectors, count, special, scratch, out);
+}
 
 void tiles(const Tile* tiles, int num_tiles, const Vector* const* vectors, int count, const TileScratch& scratch,
            float (*const* out)[16]) {
-  for (int i = 0; i < num_tiles; ++i) exact_tile(tiles[i], vectors, count, 0, scratch, out[i]);
+  for (int i = 0; i < num_tiles; ++i) tile_rows(tiles[i], vectors, count, scratch, out[i]);
 }
 
-constexpr Isa kIsa = {"portable", prepare, tiles, activate_rows};
+constexpr Isa kIsa = {"portable", prepare_vector, tiles, activate_rows};
 
 }  // namespace
 

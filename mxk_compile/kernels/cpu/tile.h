@@ -28,14 +28,14 @@ constexpr int kSmallest = 127 - 90, kLargest = 127 + 90;  // biased exponents of
 struct Vector {
   const void* raw;  // the values themselves: bf16, or fp32 if `wide`; fp32 values give way to their chunks
   bool wide;
-  int num_digits;  // 0: use raw
+  int num_digits;  // 0: use raw; 1: one int16 [plane][4 groups][16] instead of digits (isa_portable.cpp)
   const uint8_t* chunks;
 };
 
 inline int64_t groups_of(int64_t n) { return (n + kGroup - 1) / kGroup; }
 inline int64_t chunks_of(int64_t n) { return (n + 4 * kGroup - 1) / (4 * kGroup); }
 constexpr int kPlane = 4 * kGroup / 2, kDigit = 2 * kPlane;  // bytes
-constexpr int chunk_bytes(int digits) { return digits * kDigit + 32; }
+constexpr int chunk_bytes(int digits) { return (digits == 1 ? 2 : digits) * kDigit + 32; }
 // Memory of the chunks of n values, or of n fp32 values, whichever is more: an odd number of cache lines, so that
 // vectors do not share cache sets.
 inline int64_t vector_bytes(int64_t n) { return (chunks_of(n) * 4 * kGroup * 4) | 64; }
