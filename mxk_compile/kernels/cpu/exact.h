@@ -116,7 +116,7 @@ inline float dot_chunks(const float* row, const Vector& x, int64_t n, float codi
     float unit;
     std::memcpy(&unit, chunk + chunk_bytes(x.num_digits) - 32 + group * 4, 4);
     int16_t half;
-    std::memcpy(&half, chunk + ((i & 1) * 64 + group * 16 + i / 2) * 2, 2);
+    std::memcpy(&half, chunk + (group * kGroup + i) * 2, 2);
     int32_t value = x.num_digits == 1 ? half : 0;
     for (int d = 0; x.num_digits > 1 && d < x.num_digits; ++d)
       value = value * 256 + int8_t(chunk[d * kDigit + (i & 1) * kPlane + group * 16 + i / 2]);

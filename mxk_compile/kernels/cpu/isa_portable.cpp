@@ -1,6 +1,6 @@
 // Any machine: plain C++ in loops that compilers vectorise (SSE2, NEON).
 //
-// A vector's chunk holds its 16-bit integers themselves instead of 2 digits, in the same order (num_digits 1); vectors
+// A vector's chunk holds its 16-bit integers themselves, int16 [4 groups][32], instead of digits (num_digits 1); vectors
 // that would need a third digit take the plain fp32 path. A row is unpacked once, as 16-bit integers with offset and zero
 // point already taken off, and multiplied with every vector: products of 16 bits with int32 sums per group of 32.
 #include "digits.h"
@@ -55,14 +55,14 @@ inline int32_t total(Sums sums) { return sums; }
 template <class T>
 void write_halves(const T* raw, int64_t n, const Coding& coding, uint8_t* to) {
   for (int64_t c = 0; c < chunks_of(n); ++c, to += chunk_bytes(1)) {
-    int16_t halves[2][4][16];
+    int16_t halves[4][kGroup];
     float units[8] = {};
     for (int g = 0; g < 4; ++g) {  // all of it is read before the chunk is written: it may lie in the same place
       float x[kGroup], scaled[kGroup];
       int32_t integers[kGroup];
       read_group(raw, c * 4 + g, n, x);
       units[g] = to_integers<14>(x, scaled, integers) * coding.unit;
-      for (int i = 0; i < kGroup; ++i) halves[i & 1][g][i / 2] = int16_t(integers[i]);
+      for (int i = 0; i < kGroup; ++i) halves[g][i] = int16_t(integers[i]);
     }
     std::memcpy(to, halves, sizeof halves);
     std::memcpy(to + sizeof halves, units, sizeof units);
@@ -91,27 +91,28 @@ void prepare_vector(const void* raw, bool wide, int64_t n, const Coding& coding,
     prepare_halves(static_cast<const uint16_t*>(raw), wide, n, coding, to, out);
 }
 
-// Codes of a nibble to integers: twice E2M1, two's complement, or as they are.
-template <int64_t kFormat>
-inline int16_t integer_of(int16_t code) {
-  if (kFormat == MXK_UINT4) return code;
-  if (kFormat == MXK_INT4) return int16_t((code ^ 8) - 8);
-  const int16_t m = code & 7, above4 = m > 4 ? int16_t(m - 4) : int16_t(0), above6 = m > 6 ? int16_t(1) : int16_t(0);
-  const int16_t size = int16_t(m + above4 + 2 * above6), sign = int16_t(-(code >> 3));  // 0 1 2 3 4 6 8 12
-  return int16_t((size ^ sign) - sign);
-}
-
-// integers[groups][2 planes][16] of a row; `zeros` by group.
-template <int64_t kFormat>
-void unpack_row(const uint8_t* line, int64_t groups, int64_t bytes, const int16_t* zeros, int16_t* integers) {
-  for (int64_t g = 0; g < groups; ++g) {
-    uint8_t tail[16] = {};
-    const uint8_t* packed = line + g * 16;
-    if (bytes - g * 16 < 16) std::memcpy(tail, packed, size_t(bytes - g * 16)), packed = tail;
-    int16_t* to = integers + g * 32;
-    for (int i = 0; i < 16; ++i) to[i] = int16_t(integer_of<kFormat>(int16_t(packed[i] & 15)) - zeros[g]);
-    for (int i = 0; i < 16; ++i) to[16 + i] = int16_t(integer_of<kFormat>(int16_t(packed[i] >> 4)) - zeros[g]);
+// Integers of the two codes of a byte, the low nibble's first, with the constant offset of "uint4" taken off: one load and
+// one store a byte, where shifts and masks would take ten times that without byte shuffles.
+struct Pairs {
+  int16_t of[256][2];
+  explicit Pairs(const Tile& tile) {
+    const int16_t offset = tile.format == MXK_UINT4 && tile.zero == nullptr ? 8 : 0;
+    int16_t integers[16];
+    for (int code = 0; code < 16; ++code)
+      integers[code] = int16_t(tile.format == MXK_MXFP4  ? kTwiceE2M1[code]
+                               : tile.format == MXK_INT4 ? (code ^ 8) - 8
+                                                         : code - offset);
+    for (int byte = 0; byte < 256; ++byte) of[byte][0] = integers[byte & 15], of[byte][1] = integers[byte >> 4];
   }
+};
+
+// integers[groups][32] of a row; `zeros` by group, or null.
+void unpack_row(const uint8_t* line, int64_t groups, int64_t bytes, const Pairs& pairs, const int16_t* zeros,
+                int16_t* integers) {
+  for (int64_t i = 0; i < bytes; ++i) std::memcpy(integers + 2 * i, pairs.of[line[i]], 4);
+  for (int64_t i = 2 * bytes; i < groups * kGroup; ++i) integers[i] = 0;
+  for (int64_t g = 0; zeros && g < groups; ++g)
+    for (int i = 0; i < kGroup; ++i) integers[g * kGroup + i] = int16_t(integers[g * kGroup + i] - zeros[g]);
 }
 
 float multiply_row(const int16_t* integers, const float* scales, int64_t groups, const Vector& x) {
@@ -119,7 +120,7 @@ float multiply_row(const int16_t* integers, const float* scales, int64_t groups,
   for (int64_t g = 0; g < groups; ++g) {
     const uint8_t* chunk = x.chunks + g / 4 * chunk_bytes(1);
     const int16_t* w = integers + g * 32;
-    const Sums sums = add_products(add_products(no_sums(), w, chunk + g % 4 * 32), w + 16, chunk + 128 + g % 4 * 32);
+    const Sums sums = add_products(add_products(no_sums(), w, chunk + g % 4 * 64), w + 16, chunk + g % 4 * 64 + 32);
     float unit;
     std::memcpy(&unit, chunk + 256 + g % 4 * 4, 4);
     sum += float(total(sums)) * unit * scales[g];
@@ -133,12 +134,12 @@ void tile_rows(const Tile& tile, const Vector* const* vectors, int count, const 
   for (int t = 0; t < count; ++t) integers_used |= vectors[t]->num_digits == 1;
   if (tile.transposed) special = 0xffff;
   const int64_t groups = groups_of(tile.columns), bytes = (tile.columns + 1) / 2;
+  const Pairs pairs(tile);
   float* scales = scratch.scales;
   int16_t* zeros = reinterpret_cast<int16_t*>(scales + groups);
   int16_t* integers = reinterpret_cast<int16_t*>(scales + 2 * groups);
   for (int r = 0; integers_used && !tile.transposed && r < tile.rows; ++r) {
     const uint8_t* scale = tile.scale + r * tile.scale_step;
-    const int16_t offset = tile.format == MXK_UINT4 ? 8 : 0;
     if (tile.scale_dtype == MXK_U8 && tile.group == kGroup) {
       for (int64_t g = 0; g < groups; ++g) scales[g] = from_bits(uint32_t(scale[g]) << 23);
     } else {
@@ -148,18 +149,12 @@ void tile_rows(const Tile& tile, const Vector* const* vectors, int count, const 
     for (int64_t g = 0; g < groups; ++g) {
       const float size = scales[g] < 0 ? -scales[g] : scales[g];
       ordinary &= tile.scale_dtype == MXK_U8 ? size >= 0x1p-126f && size < 0x1p126f : size < __builtin_inff();
-      zeros[g] = offset;
     }
     special |= uint32_t(!ordinary) << r;
     for (int64_t g = 0; tile.zero && g < groups; ++g) zeros[g] = int16_t(zero_of(tile, r, g * kGroup / tile.group));
     if (special >> r & 1) continue;
     const uint8_t* line = tile.weight + r * tile.weight_step;
-    if (tile.format == MXK_MXFP4)
-      unpack_row<MXK_MXFP4>(line, groups, bytes, zeros, integers);
-    else if (tile.format == MXK_INT4)
-      unpack_row<MXK_INT4>(line, groups, bytes, zeros, integers);
-    else
-      unpack_row<MXK_UINT4>(line, groups, bytes, zeros, integers);
+    unpack_row(line, groups, bytes, pairs, tile.zero ? zeros : nullptr, integers);
     for (int t = 0; t < count; ++t)
       if (vectors[t]->num_digits == 1) out[t][r] = multiply_row(integers, scales, groups, *vectors[t]) + bias_of(tile, r);
   }

@@ -28,7 +28,7 @@ constexpr int kSmallest = 127 - 90, kLargest = 127 + 90;  // biased exponents of
 struct Vector {
   const void* raw;  // the values themselves: bf16, or fp32 if `wide`; fp32 values give way to their chunks
   bool wide;
-  int num_digits;  // 0: use raw; 1: one int16 [plane][4 groups][16] instead of digits (isa_portable.cpp)
+  int num_digits;  // 0: use raw; 1: int16 [4 groups][32] instead of digits (isa_portable.cpp)
   const uint8_t* chunks;
 };
 
