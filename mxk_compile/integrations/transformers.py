@@ -15,7 +15,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,12 @@ _EXPERT_PARTS = tuple(
     f"{projection}_{part}"
     for projection in ("gate_up_proj", "down_proj")
     for part in ("blocks", "scales", "bias")
+)
+_ATTENTION = (None, "eager", "flex_attention")  # others need a package, or fetch and run code
+_LAYER_TYPES = ("sliding_attention", "full_attention")
+_COUNTS = (
+    *("num_hidden_layers", "num_local_experts", "num_experts_per_tok", "hidden_size", "intermediate_size"),
+    *("vocab_size", "head_dim", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
 )
 # The gain of the published gpt-oss code; checkpoints do not state it.
 _ALPHA = 1.702
@@ -51,6 +59,8 @@ class StockExperts(nn.Module):
         packed: the tensors of the layer.
         alpha, limit: constants of SwiGLU-OAI; limit may be inf.
         device: where the buffers go.
+
+    Raises CallError for experts without biases.
     """
 
     w13_weight: Tensor
@@ -62,8 +72,8 @@ class StockExperts(nn.Module):
 
     def __init__(self, packed: PackedExperts, alpha: float, limit: float, device: torch.device) -> None:
         super().__init__()
-        assert packed.w13_bias is not None
-        assert packed.w2_bias is not None
+        if packed.w13_bias is None or packed.w2_bias is None:
+            raise CallError("StockExperts", "experts without biases", "both biases", "read a gpt-oss layer")
         self.alpha, self.limit, self.num_experts = alpha, limit, len(packed.w2)
         self.register_buffer("w13_weight", packed.w13.to(device))
         self.register_buffer("w13_weight_scale", packed.w13_scale.to(device))
@@ -130,7 +140,8 @@ def load(path: str | Path, dtype: torch.dtype = torch.bfloat16, device: str | to
         )
     config = read_config(path)
     with Checkpoint(path) as checkpoint:
-        model = _build(config)
+        with _reading(checkpoint.directory / "config.json"):
+            model = _build(config)
         _check_names(checkpoint, model)
         _fill(model, checkpoint, dtype, torch.device(device))
     _load_generation_config(model, Path(path))
@@ -140,37 +151,63 @@ def load(path: str | Path, dtype: torch.dtype = torch.bfloat16, device: str | to
 def read_config(path: str | Path) -> Any:
     """The transformers configuration of a checkpoint directory; raises CheckpointError as `load` does."""
     path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(str(path), "no such directory", "a checkpoint directory", "check the path")
-    if not (path / "config.json").is_file():
-        raise CheckpointError(
-            str(path), "no config.json", "a Hugging Face checkpoint directory", "check the path"
-        )
-    values = Checkpoint(path).config
-    architectures = values.get("architectures") or []
-    if not set(architectures) & set(ARCHITECTURES):
-        given = f"architecture {', '.join(map(str, architectures)) or values.get('model_type')!r}"
-        raise CheckpointError(
-            str(path / "config.json"), given, ", ".join(ARCHITECTURES), "give a gpt-oss checkpoint"
-        )
-    try:
-        return _transformers().GptOssConfig.from_pretrained(path, local_files_only=True)
-    except (KeyError, TypeError, ValueError) as error:
-        given = f"{type(error).__name__}: {error}"
-        raise CheckpointError(
-            str(path / "config.json"), given, "what GptOssConfig reads", "repair it"
-        ) from error
+    file = path / "config.json"
+    with _reading(path):
+        if not path.is_dir():
+            given = "a file, not a directory" if path.exists() else "no such directory"
+            raise CheckpointError(str(path), given, "a checkpoint directory", "check the path")
+        if not file.is_file():
+            raise CheckpointError(str(path), "no config.json", "a checkpoint directory", "check the path")
+    checkpoint = Checkpoint(path)
+    values, num_tensors = checkpoint.config, len(checkpoint.names())
+    found = values.get("architectures") or []
+    if not isinstance(found, list) or not any(name in ARCHITECTURES for name in found):
+        shown = ", ".join(map(str, found)) if isinstance(found, list) else str(found)
+        given, allowed = f"architecture {shown or values.get('model_type')!r}", ", ".join(ARCHITECTURES)
+        raise CheckpointError(str(file), given, f"{allowed}, in a list", "give a gpt-oss checkpoint")
+    quantization = checkpoint.quantization()
+    if quantization and quantization.get("quant_method") != "mxfp4":
+        given = f"quant_method {quantization.get('quant_method')!r}"
+        raise CheckpointError(str(file), given, "mxfp4", "give a gpt-oss checkpoint")
+    num_layers = values.get("num_hidden_layers")
+    if isinstance(num_layers, int) and num_layers > num_tensors:  # before anything is built for each layer
+        given = f"num_hidden_layers {num_layers} for {num_tensors} tensors"
+        raise CheckpointError(str(file), given, "a layer for every number", "repair it")
+    with _reading(file):
+        config = _transformers().GptOssConfig.from_pretrained(path, local_files_only=True)
+        for name, is_right, allowed in _rules(config):
+            if not is_right:
+                given = f"{name} {getattr(config, name, None)!r}"
+                raise CheckpointError(str(file), given, allowed, "give a gpt-oss checkpoint or repair it")
+    return config
+
+
+def _rules(config: Any) -> Iterator[tuple[str, bool, str]]:
+    """Name, whether the value is right, what is allowed: of what transformers reads and does not check."""
+    for name in _COUNTS:
+        yield name, type(getattr(config, name)) is int and getattr(config, name) > 0, "a number of at least 1"
+    num_experts, num_heads = config.num_local_experts, config.num_attention_heads
+    yield "num_experts_per_tok", config.num_experts_per_tok <= num_experts, f"at most {num_experts} experts"
+    rest = num_heads % config.num_key_value_heads
+    yield "num_key_value_heads", rest == 0, f"a divisor of {num_heads} heads"
+    yield "head_dim", config.head_dim % 2 == 0, "an even number"
+    types, window = config.layer_types, config.sliding_window
+    is_right = len(types) == config.num_hidden_layers and all(kind in _LAYER_TYPES for kind in types)
+    yield "layer_types", is_right, f"{' or '.join(_LAYER_TYPES)} for each layer"
+    is_right = window > 0 if window is not None else _LAYER_TYPES[0] not in types
+    yield "sliding_window", is_right, "a number of at least 1"
+    yield "hidden_act", config.hidden_act == "silu", "silu, as of SwiGLU-OAI"
+    limit, alpha = getattr(config, "swiglu_limit", _LIMIT), getattr(config, "swiglu_alpha", _ALPHA)
+    yield "swiglu_limit", limit is None or float(limit) > 0, "a number above 0, or null for no limit"
+    yield "swiglu_alpha", math.isfinite(alpha), "a finite number"
+    yield "_attn_implementation", config._attn_implementation in _ATTENTION, "eager or flex_attention"
 
 
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of a checkpoint directory; raises CheckpointError where there is none. Nothing is downloaded."""
-    try:
-        return _transformers().AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError) as error:
-        given = f"no tokenizer that can be read ({type(error).__name__})"
-        raise CheckpointError(
-            str(path), given, "tokenizer.json and tokenizer_config.json", "add them"
-        ) from error
+    with _reading(path, "tokenizer.json and tokenizer_config.json that transformers reads"):
+        load_it = _transformers().AutoTokenizer.from_pretrained
+        return load_it(path, local_files_only=True, trust_remote_code=False)
 
 
 def stock_experts(model: nn.Module) -> dict[str, StockExperts]:
@@ -218,6 +255,12 @@ class Session:
             raise CallError(
                 "Session.feed", given, f"1 to {self.length} in all", "make a session of that length"
             )
+        if not 0 <= min(tokens) <= max(tokens) < self.model.config.vocab_size:
+            given, allowed = (
+                f"tokens {min(tokens)} to {max(tokens)}",
+                f"0 to {self.model.config.vocab_size - 1}",
+            )
+            raise CallError("Session.feed", given, allowed, "use the tokenizer of the checkpoint")
         run = self.forward if self._num_tokens and len(tokens) == 1 else self.model
         ids = torch.tensor([list(tokens)], device=self.model.device)
         cache = {self._cache_argument: self._cache}
@@ -251,7 +294,19 @@ def greedy(
 def stop_tokens(model: Any) -> tuple[int, ...]:
     """The end-of-sequence ids of a loaded model's generation configuration."""
     ids = model.generation_config.eos_token_id
-    return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+    return () if ids is None else tuple(map(operator.index, ids if isinstance(ids, (list, tuple)) else [ids]))
+
+
+@contextmanager
+def _reading(file: str | Path, allowed: str = "what transformers reads") -> Iterator[None]:
+    """Turn whatever comes out of transformers over a file of a checkpoint into CheckpointError, on one line."""
+    try:
+        yield
+    except MxkError:
+        raise
+    except Exception as error:
+        given = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise CheckpointError(str(file), given, allowed, "repair it") from error
 
 
 def _transformers() -> Any:
@@ -324,7 +379,9 @@ def _fill(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.
         model.get_submodule(prefix.rpartition(".")[0]).experts = experts
 
     # Not in the checkpoint: computed from the configuration, so made anew off the meta device.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(device)
+    with _reading(checkpoint.directory / "config.json"):
+        rotary = type(model.model.rotary_emb)(config=config)
+    model.model.rotary_emb = rotary.to(device)
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     if left:
         given = f"no values for {', '.join(left)}"
@@ -332,7 +389,9 @@ def _fill(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.
 
 
 def _load_generation_config(model: Any, path: Path) -> None:
-    if (path / "generation_config.json").is_file():
-        model.generation_config = _transformers().GenerationConfig.from_pretrained(
-            path, local_files_only=True
-        )
+    file = path / "generation_config.json"
+    with _reading(file if file.is_file() else path / "config.json"):
+        if file.is_file():
+            load_it = _transformers().GenerationConfig.from_pretrained
+            model.generation_config = load_it(path, local_files_only=True)
+        stop_tokens(model)
