@@ -8,6 +8,7 @@ import math
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mxk_compile
+from mxk_compile.checkpoint import Checkpoint
 from mxk_compile.errors import CallError, CheckpointError
 
 pytest.importorskip("transformers")
@@ -227,6 +229,13 @@ def test_other_mistakes_are_one_line(folder: Path, copy: Path, tmp_path: Path) -
         mxk_compile.load(folder, dtype=torch.float16)
     with pytest.raises(CheckpointError, match="no such directory"):
         mxk_compile.load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="a file, not a directory"):
+        mxk_compile.load(copy / "config.json")
+    with pytest.raises(CheckpointError, match="File name too long"):
+        mxk_compile.load(tmp_path / ("a" * 5000))
+    packed = Checkpoint(copy).experts(LAYERS[0])
+    with pytest.raises(CallError, match="experts without biases"):
+        models.StockExperts(replace(packed, w2_bias=None), 1.702, 7.0, torch.device("cpu"))
     (copy / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         mxk_compile.load(copy)
@@ -263,6 +272,9 @@ def test_a_session_agrees_with_one_forward(model: Any, ids: torch.Tensor) -> Non
     assert rel_l2(steps, whole) < 2e-2
     with pytest.raises(CallError, match="300 tokens after 40"):
         session.feed([2] * 300)
+    for token in (-1, 320):
+        with pytest.raises(CallError, match=f"tokens {token} to {token}; allowed: 0 to 319"):
+            session.feed([token])
 
 
 def test_greedy_yields_the_most_probable_token_and_stops(model: Any, ids: torch.Tensor) -> None:
