@@ -291,8 +291,9 @@ int mxk_cpu_moe(const MxkMoe* call) {
     sort_routes(s);
     for (int64_t r = 0; r < s.routes; ++r) s.x_of[r] = &s.x[s.token[r]];
     const int64_t tiles = (c.intermediate + kTileRows - 1) / kTileRows * (s.active ? s.active : 1);
-    s.block = tiles / (s.threads * 16);
-    s.block = s.block < 1 ? 1 : s.block > 8 ? 8 : s.block;
+    // Small enough that threads finish together; 8 transposed tiles share the cache lines of their rows.
+    s.block = tiles / (s.threads * 64);
+    s.block = c.output_packed ? 8 : s.block < 1 ? 1 : s.block > 4 ? 4 : s.block;
     run_threads(int(s.threads), thread_body, &s);
   }
   return 0;
