@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +17,7 @@ from mxk_compile.errors import CheckpointError, MxkError
 _PACKAGE_PARENT = Path(__file__).resolve().parent.parent
 SHIPPED_MODEL = _PACKAGE_PARENT / "models" / "tiny-gptoss"
 """The trained model of the repository; there in a checkout, not in an installed wheel."""
+_MAX_COUNT = 1_000_000  # of tokens
 _DEFAULT_PROMPT = "And it came to pass"
 _EXIT_ERROR, _EXIT_INTERRUPTED, _EXIT_PIPE = (
     2,
@@ -32,20 +35,46 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    if sys.stdout is None:
+        return _fail("stdout is closed; open it, or send it to a file")
     try:
-        options.run(options)
-        sys.stdout.flush()
+        # A character that the encoding of stdout lacks is written as its escape.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            options = _parser().parse_args(arguments)
+            options.run(options)
+        finally:
+            sys.stdout.flush()
     except MxkError as error:
-        print(f"mxk: error: {error}", file=sys.stderr)
-        return _EXIT_ERROR
+        return _fail(str(error))
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader is gone (`mxk generate | head`); Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader is gone: `mxk generate | head`
+        _drop_stdout()
         return _EXIT_PIPE
+    except OSError as error:
+        _drop_stdout()
+        return _fail(str(error))
+    except (MemoryError, RuntimeError) as error:
+        # torch reports memory that it does not get as a plain RuntimeError.
+        if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+            raise
+        return _fail(f"not enough memory ({' '.join(str(error).split())}); ask for fewer tokens")
     return 0
+
+
+def _fail(message: str) -> int:
+    print(f"mxk: error: {message}", file=sys.stderr)
+    return _EXIT_ERROR
+
+
+def _drop_stdout() -> None:
+    """What stdout does not take goes nowhere: Python would complain again when it flushes at exit."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError):  # no file: a test's stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,8 +110,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    # The length first: int() refuses thousands of digits.
+    if not text.isdecimal() or len(text) > len(str(_MAX_COUNT)) or not 1 <= int(text) <= _MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1 and at most {_MAX_COUNT}")
     return int(text)
 
 

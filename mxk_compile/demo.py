@@ -91,6 +91,12 @@ def reference_model(model: Any) -> Any:
 
 def prompt_tokens(tokenizer: Any, prompt: str) -> list[int]:
     """Ids of a prompt, after the token that begins a text where the tokenizer has one; at least one id."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # what Python makes of bytes that are none
+        raise CallError(
+            "prompt", f"no UTF-8 text ({error})", "UTF-8 text", "give the prompt as text"
+        ) from error
     ids = list(tokenizer(prompt).input_ids)
     begin = tokenizer.bos_token_id
     if begin is not None and ids[:1] != [begin]:
@@ -234,7 +240,7 @@ def parting_line(first: Run, second: Run, tokenizer: Any) -> str:
 def held_out_tokens(folder: Path, tokenizer: Any) -> tuple[list[int], str]:
     """Ids of the text that is scored, and what to call it."""
     path = folder / HELD_OUT_FILE
-    text = path.read_text(encoding="utf-8") if path.is_file() else _OTHER_TEXT
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else _OTHER_TEXT
     name = HELD_OUT_FILE if path.is_file() else "a text of this package"
     # Cut before the tokenizer warns of a text longer than the model's context; no token has more than 16 letters here.
     return prompt_tokens(tokenizer, text[: 16 * _MAX_TEXT_TOKENS])[:_MAX_TEXT_TOKENS], name

@@ -63,6 +63,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "x", "--tokens", "1,0"], "'0' is not a number of at least 1"),
         (["demo", "--new-tokens", "many"], "'many' is not a number"),
         (["demo", "--speed"], "--speed"),
+        (["demo", "--new-tokens", "1000001"], "'1000001' is not a number of at least 1 and at most 1000000"),
+        (["explain", "x", "--tokens", "9" * 5000], "is not a number of at least 1 and at most 1000000"),
+        (["generate", "--model", "x", "--prompt", "x", "--max-new-tokens", "10000000000000"], "at most"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(
@@ -92,6 +95,64 @@ def test_a_model_that_is_not_there_is_one_line(
     assert captured.out == ""
     assert captured.err.startswith("mxk: error: nowhere: no such directory; allowed: ")
     assert captured.err.count("\n") == 1
+
+
+def test_a_file_as_model_is_called_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", str(folder / "config.json")]) == 2
+    assert "config.json: a file, not a directory; allowed: a checkpoint directory" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_no_text_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--model", str(folder), "--prompt", "a\udcff", "--stock"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mxk: error: prompt: no UTF-8 text")
+    assert error.count("\n") == 1
+
+
+class _Full(io.RawIOBase):
+    """As /dev/full."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("stdout", "message"),
+    [
+        (lambda: None, "stdout is closed"),
+        (lambda: io.TextIOWrapper(io.BufferedWriter(_Full())), "No space left on device"),
+    ],
+)
+def test_a_stdout_that_takes_nothing_is_one_line(
+    stdout: Any, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_explain", lambda options: print("text"))
+    monkeypatch.setattr(sys, "stdout", stdout())
+    assert cli.main(["explain", "x"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_character_that_stdout_cannot_write_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(cli, "_explain", lambda options: print("é€"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.main(["explain", "x"]) == 0
+    assert written.getvalue() == b"\\xe9\\u20ac\n"
+
+
+def test_memory_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_explain", lambda options: torch.empty(2**60, dtype=torch.uint8))
+    assert cli.main(["explain", "x"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mxk: error: not enough memory (")
+    assert error.count("\n") == 1
 
 
 def test_the_demo_says_where_the_shipped_model_should_be(
