@@ -48,8 +48,10 @@ __attribute__((noinline)) void tile_loop(const Tile* tiles, const Batch& two, co
   for (int i = 0; i < Tiles; ++i)
     for (int r = 0; r < 16; ++r) rows[i][r] = tiles[i].weight + (r < tile.rows ? r : 0) * tile.weight_step;
   const int64_t chunks = chunks_of(tile.columns), capacity = scales_capacity(tile.columns) * 16;
-  const Scales<kLanes> first(tiles[0], scratch.scales, scratch.zeros);
-  const Scales<kLanes> second(tiles[Tiles - 1], scratch.scales + (Tiles - 1) * capacity, scratch.zeros + (Tiles - 1) * capacity);
+  const auto scales_of = [&](int i) {
+    return Scales<kLanes>(tiles[i], scratch.scales + i * capacity, scratch.zeros + i * capacity);
+  };
+  const Scales<kLanes> first = scales_of(0), second = Tiles == 2 ? scales_of(1) : first;
   alignas(64) __m512i w[Tiles][32];
   alignas(64) float scales[Tiles][4 * 16], zeros[Tiles][4 * 16];
   for (int64_t c = 0; c < chunks; ++c) {
