@@ -156,9 +156,6 @@ def _run(model: Any, folder: Path, prompt: str, new_tokens: int, profile: bool, 
         "memory     " + memory_line(model),
     )
 
-    say("", f"rewrite table, prefill of {_PREFILL_TOKENS} tokens", rewrite_table(model, _PREFILL_TOKENS))
-    say("", "rewrite table, decode", rewrite_table(model, 1))
-
     runs, scored = [], {}
     for name in ("stock", "mxk"):
         session = models.Session(model, length, compiled(model, name))
@@ -183,6 +180,8 @@ def _run(model: Any, folder: Path, prompt: str, new_tokens: int, profile: bool, 
         ids_tensor = torch.tensor([text_ids[:-1]], device=model.device)
         exact = reference_model(model)(input_ids=ids_tensor, use_cache=False).logits[0]
     say("", *parity_lines(scored, exact, text_ids, text_name), *layer_lines(model, text_ids))
+    say("", f"rewrite table, prefill of {_PREFILL_TOKENS} tokens", rewrite_table(model, _PREFILL_TOKENS))
+    say("", "rewrite table, decode", rewrite_table(model, 1))
     say("", f"done in {time.perf_counter() - started:.0f} s")
 
 
