@@ -272,7 +272,7 @@ def parity_lines(scored: dict[str, Tensor], exact: Tensor, ids: Sequence[int], t
 
 
 def layer_lines(model: Any, ids: Sequence[int]) -> list[str]:
-    """Error of the MoE op alone against fp32, on what the layers get from the text."""
+    """Error of the MoE op alone against fp32, and its time for one token, on what the layers get from the text."""
     calls: list[tuple[models.StockExperts, tuple[Tensor, ...], Tensor]] = []
 
     def record(module: models.StockExperts, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -292,7 +292,23 @@ def layer_lines(model: Any, ids: Sequence[int]) -> list[str]:
         errors["stock"].append(rel_l2(stock, exact))
         errors["mxk"].append(rel_l2(torch.ops.mxk.moe(*inputs, *arguments, **attributes), exact))
     worst = ", ".join(f"{name} {max(values):.2e}" for name, values in errors.items())
-    return [f"MoE op alone, worst of {len(calls)} layers, rel_l2 to fp32: {worst}"]
+    one_token = [tensor[:1] for tensor in inputs]
+    stock_us = _median_us(lambda: experts(*one_token))
+    mxk_us = _median_us(lambda: torch.ops.mxk.moe(*one_token, *arguments, **attributes))
+    return [
+        f"MoE op alone, worst of {len(calls)} layers, rel_l2 to fp32: {worst}",
+        f"MoE op alone, one token: stock {stock_us:.0f} us, mxk {mxk_us:.0f} us, {stock_us / mxk_us:.1f} x (measured)",
+    ]
+
+
+def _median_us(call: Callable[[], Any], repeats: int = 50) -> float:
+    seconds = []
+    with torch.no_grad():
+        for _ in range(repeats):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) * 1e6
 
 
 class _NoAttention(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from typing import Any
@@ -24,40 +25,50 @@ def _say_once(reason: str) -> None:
     _logger.warning("mxk::moe runs its torch reference: %s", reason)
 
 
-_verdicts: dict[Any, tuple[MoEDesc, str | None]] = {}
-"""Description and verdict of the calls seen so far, by all but T: to find them anew costs a small call."""
+@dataclasses.dataclass(frozen=True)
+class _Verdict:
+    """What was found out about a call: its description, why no kernel runs it (or None), a kernel's other arguments."""
+
+    desc: MoEDesc
+    reason: str | None
+    scalars: dict[str, Any]
+
+
+_verdicts: dict[Any, _Verdict] = {}
+"""Verdicts of the calls seen so far, by all but T: to find one anew costs as much as a small call."""
 
 
 def _moe(*args: Any, **attributes: Any) -> Tensor:
     hidden_states, topk_ids, topk_weights, *weights = args
-    fits = hidden_states.shape[0] == topk_ids.shape[0] and topk_ids.shape == topk_weights.shape
+    routes = topk_ids.shape
     shapes = [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in weights]
     key = (
-        *(hidden_states.shape[1:], hidden_states.dtype, topk_ids.shape[1:], topk_ids.dtype, topk_ids.device),
+        *(hidden_states.shape[1:], hidden_states.dtype, routes[1:], topk_ids.dtype, topk_ids.device),
         *(topk_weights.dtype, topk_weights.device, *shapes, *attributes.items()),
     )
-    if not fits or key not in _verdicts:
-        _verdicts[key] = _judge(*args, **attributes)
-    return _run(*_verdicts[key], *args, **attributes)
+    verdict = _verdicts.get(key)
+    if verdict is None or hidden_states.shape[0] != routes[0] or routes != topk_weights.shape:
+        verdict = _verdicts[key] = _judge(*args, **attributes)
+    if verdict.reason is None:
+        return cpu.moe(verdict.desc, *args, **verdict.scalars)
+    return _reference(verdict.reason, *args, **attributes)
 
 
 def _moe_lists(*args: Any, **attributes: Any) -> Tensor:
     # Judged in every call: each expert brings its own tensors.
-    return _run(*_judge(*args, **attributes), *args, **attributes)
+    verdict = _judge(*args, **attributes)
+    if verdict.reason is None:
+        return cpu.moe(verdict.desc, *args, **verdict.scalars)
+    return _reference(verdict.reason, *args, **attributes)
 
 
-def _judge(*args: Any, **attributes: Any) -> tuple[MoEDesc, str | None]:
+def _judge(*args: Any, **attributes: Any) -> _Verdict:
     desc = MoEDesc.from_call(*args, **attributes)
-    return desc, supports(desc)
+    scalars = {name: attributes[name] for name in ("alpha", "limit", "experts_min") if name in attributes}
+    return _Verdict(desc, supports(desc), scalars)
 
 
-def _run(desc: MoEDesc, reason: str | None, *args: Any, **attributes: Any) -> Tensor:
-    """A fused kernel where one supports the call, else the fp32 torch reference, which says why once."""
-    if reason is None:
-        scalars = {
-            name: value for name, value in attributes.items() if name in ("alpha", "limit", "experts_min")
-        }
-        return cpu.moe(desc, *args, **scalars)
+def _reference(reason: str, *args: Any, **attributes: Any) -> Tensor:
     _say_once(reason)
     return reference(*args, **attributes)
 

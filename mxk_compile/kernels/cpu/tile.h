@@ -2,9 +2,10 @@
 //
 // Activations are held as block fixed point: every 32 values of a vector share a power of two and become integers of
 // 2 (16 bit) or 3 (23 bit) signed base-256 digits, so that byte dot products multiply them with the weight codes
-// exactly, in int32. A vector takes 3 digits when 2 would leave more than 2^-10 of its typical magnitude behind;
-// vectors that hold inf, NaN, or a largest magnitude outside 2^+-90 take 0 digits: plain fp32 arithmetic (exact.h), as do weight rows
-// with scales that need IEEE special cases. The intermediate is kept in fp32 until it becomes digits: a rounding to
+// exactly, in int32. A vector takes 3 digits when 2 would leave more than 2^-10 of its typical magnitude behind, or, a
+// token's, would drown a group beside its largest value; vectors that 3 would drown, or that hold inf, NaN, or a largest
+// magnitude outside 2^+-90, take 0 digits: plain fp32 arithmetic (exact.h), as do weight rows with scales that need IEEE
+// special cases. The intermediate is kept in fp32 until it becomes digits: a rounding to
 // bf16 would alone cost as much accuracy (1.7e-3) as the one that the result cannot avoid.
 // A result depends on its token and row only, never on T, routing or threads.
 #pragma once
