@@ -64,7 +64,9 @@ def _moe_lists(*args: Any, **attributes: Any) -> Tensor:
 
 def _judge(*args: Any, **attributes: Any) -> _Verdict:
     desc = MoEDesc.from_call(*args, **attributes)
-    scalars = {name: attributes[name] for name in ("alpha", "limit", "experts_min") if name in attributes}
+    scalars: dict[str, Any] = {
+        name: attributes[name] for name in ("alpha", "limit", "experts_min") if name in attributes
+    }
     return _Verdict(desc, supports(desc), scalars)
 
 
