@@ -77,6 +77,19 @@ def test_refusals(change: Change, text: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_known_shape_is_still_checked_for_its_tokens() -> None:
+    """The verdict on a shape is kept; rows and routes that do not go together are refused all the same."""
+    case = random_case()
+    case.fused()
+    for change in (
+        {"topk_weights": case.topk_weights[:3]},
+        {"topk_weights": case.topk_weights[:, :1]},
+        {"topk_ids": case.topk_ids[:3], "topk_weights": case.topk_weights[:3]},
+    ):
+        with pytest.raises(CallError, match="topk_"):
+            dataclasses.replace(case, **change).fused()
+
+
 def test_sizes_of_packed_words_are_exact() -> None:
     """I = 20 in int32 words of 8: the words say 24, which is not what w13 says."""
     case = random_case(weight_format="int4", hidden_size=32, intermediate_size=32, num_experts=1, top_k=1)

@@ -142,6 +142,26 @@ return (moe_default,)""",
     assert torch.equal(found.result, torch.ops.mxk.moe(*whole.routing, *stacks, **attributes))
 
 
+@pytest.mark.parametrize("how", ["unbind", "select"])
+def test_other_dimensions_are_no_stack(rewrite: Callable[..., Any], how: str) -> None:
+    """Experts along dim 1 are views with a stride: taken as lists, never as the tensor they came from."""
+    case = random_case(num_experts=2)
+
+    def call(x: Tensor, ids: Tensor, weights: Tensor, *stacks: Tensor) -> Tensor:
+        lists = [s.unbind(1) if how == "unbind" else [s[:, e] for e in range(2)] for s in stacks]
+        return stock.mxfp4_fused_weights(
+            x, ids, weights, *lists, activation="silu", **ids_range(case), **MXFP4
+        )
+
+    stacks = [
+        weight.transpose(0, 1).contiguous() for weight in (case.w13, case.w2, case.w13_scale, case.w2_scale)
+    ]
+    found = rewrite(call, *case.routing, *stacks)
+    assert found.report.num_fused == 1
+    assert "moe.lists" in found.after[0]
+    assert torch.equal(found.result, case.fused())
+
+
 def test_lists_as_inputs(rewrite: Callable[..., Any]) -> None:
     case = random_case(num_experts=2, **SWIGLU_OAI)
     w13, s13, w2, s2, _, _, b13, b2 = case.lists
