@@ -114,9 +114,14 @@ class MxkPass(CustomGraphPass):
         if self.following is not None:
             self.following(graph)
 
-    def uuid(self) -> str:
-        """Identity for Inductor's caches: version, pass and op sources, kernel library, settings, following pass."""
-        following = self.following.uuid() if self.following is not None else None
+    def uuid(self) -> str | None:
+        """Identity for Inductor's caches: version, sources, kernel library, settings, following pass.
+
+        None, which keeps a graph out of the caches, where graphs are to be dumped, or the following pass says so.
+        """
+        following = self.following.uuid() if self.following is not None else ""
+        if following is None or self.settings.dump_dir is not None:
+            return None
         identity = (__version__, source_hash(), cpu.library_hash(), self.settings.identity(), following)
         return hashlib.sha256(repr(identity).encode()).hexdigest()
 

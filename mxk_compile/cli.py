@@ -93,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--profile", action="store_true", help="also show where a decode step spends its time")
     demo.set_defaults(run=_demo)
 
-    generate = commands.add_parser("generate", help="continue a prompt, greedily, token by token")
+    generate = commands.add_parser(
+        "generate", help="print the continuation of a prompt, greedily, token by token"
+    )
     generate.add_argument("--model", type=Path, required=True, help="checkpoint directory")
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--max-new-tokens", type=_count, default=128, metavar="N")
@@ -103,7 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="show what becomes of each MoE layer")
     explain.add_argument("model", type=Path, help="checkpoint directory")
     explain.add_argument(
-        "--tokens", type=_counts, default=[1, 32, 64], metavar="T,...", help="default: 1,32,64"
+        "--tokens",
+        type=_counts,
+        default=[1, 32, 64],
+        metavar="T,...",
+        help="tokens a call to show; default: 1,32,64",
     )
     explain.set_defaults(run=_explain)
     return parser

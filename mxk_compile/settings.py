@@ -28,7 +28,7 @@ class Settings:
     dump_dir: str | None = None
 
     def identity(self) -> tuple[object, ...]:
-        """What of this changes a compiled graph, for cache keys; where graphs are dumped does not."""
+        """What of this changes a compiled graph, for cache keys; `dump_dir` is none of it."""
         return (self.max_tokens, self.cpu_isa)
 
     def replace(self, **changes: Any) -> Settings:

@@ -310,7 +310,7 @@ def test_a_pass_that_was_set_before_still_runs(layer: Layer) -> None:
 def test_cache_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Version, sources, kernel library, settings and a following pass all change the pass's uuid; nothing else does."""
     uuids = [MxkPass().uuid(), MxkPass(Settings(max_tokens=31)).uuid(), MxkPass(following=MxkPass()).uuid()]
-    assert MxkPass(Settings(dump_dir="/tmp/x")).uuid() == uuids[0]
+    assert MxkPass(Settings(dump_dir="graphs")).uuid() is None  # a cached graph would write nothing
     for name, value in (("__version__", "2"), ("source_hash", lambda: "2")):
         with monkeypatch.context() as patch:
             patch.setattr(backend, name, value)

@@ -93,7 +93,9 @@ def test_a_model_that_is_not_there_is_one_line(
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("mxk: error: nowhere: no such directory; allowed: ")
+    assert captured.err.startswith(
+        "mxk: error: nowhere: no such directory (nothing is downloaded); allowed: "
+    )
     assert captured.err.count("\n") == 1
 
 

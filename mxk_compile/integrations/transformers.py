@@ -154,7 +154,9 @@ def read_config(path: str | Path) -> Any:
     file = path / "config.json"
     with _reading(path):
         if not path.is_dir():
-            given = "a file, not a directory" if path.exists() else "no such directory"
+            given = (
+                "a file, not a directory" if path.exists() else "no such directory (nothing is downloaded)"
+            )
             raise CheckpointError(str(path), given, "a checkpoint directory", "check the path")
         if not file.is_file():
             raise CheckpointError(str(path), "no config.json", "a checkpoint directory", "check the path")
