@@ -49,17 +49,12 @@ def _moe(*args: Any, **attributes: Any) -> Tensor:
     verdict = _verdicts.get(key)
     if verdict is None or hidden_states.shape[0] != routes[0] or routes != topk_weights.shape:
         verdict = _verdicts[key] = _judge(*args, **attributes)
-    if verdict.reason is None:
-        return cpu.moe(verdict.desc, *args, **verdict.scalars)
-    return _reference(verdict.reason, *args, **attributes)
+    return _run(verdict, args, attributes)
 
 
 def _moe_lists(*args: Any, **attributes: Any) -> Tensor:
     # Judged in every call: each expert brings its own tensors.
-    verdict = _judge(*args, **attributes)
-    if verdict.reason is None:
-        return cpu.moe(verdict.desc, *args, **verdict.scalars)
-    return _reference(verdict.reason, *args, **attributes)
+    return _run(_judge(*args, **attributes), args, attributes)
 
 
 def _judge(*args: Any, **attributes: Any) -> _Verdict:
@@ -70,8 +65,11 @@ def _judge(*args: Any, **attributes: Any) -> _Verdict:
     return _Verdict(desc, supports(desc), scalars)
 
 
-def _reference(reason: str, *args: Any, **attributes: Any) -> Tensor:
-    _say_once(reason)
+def _run(verdict: _Verdict, args: tuple[Any, ...], attributes: dict[str, Any]) -> Tensor:
+    """A fused kernel where one supports the call, else the fp32 torch reference, which says why once."""
+    if verdict.reason is None:
+        return cpu.moe(verdict.desc, *args, **verdict.scalars)
+    _say_once(verdict.reason)
     return reference(*args, **attributes)
 
 

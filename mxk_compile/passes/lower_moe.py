@@ -1,7 +1,7 @@
 """`mxk::moe` nodes to what runs them on their device.
 
-cpu, cuda   the node stays: the kernel is picked from the concrete shape when it is called
-hpu         no kernels in this version: fuse_moe leaves the stock node
+cpu         the node stays, and calls the library of kernels/cpu
+cuda, hpu   no kernels in this version: fuse_moe left the stock node
 """
 
 from __future__ import annotations

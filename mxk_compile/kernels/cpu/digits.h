@@ -91,13 +91,20 @@ void write_chunks(const T* raw, int64_t n, const Coding& coding, uint8_t* to) {
   }
 }
 
+// Bits of the largest magnitude of a vector: NaN above inf above all numbers.
 template <class T>
-void prepare_values(const T* raw, bool wide, int64_t n, const Coding& coding, uint8_t* memory, Vector* out) {
+uint32_t largest_magnitude(const T* raw, int64_t n) {
   uint32_t most = 0;
   for (int64_t k = 0; k < n; ++k) {
     const uint32_t size = to_bits(to_float(raw[k])) & 0x7fffffffu;
     most = size > most ? size : most;
   }
+  return most;
+}
+
+template <class T>
+void prepare_values(const T* raw, bool wide, int64_t n, const Coding& coding, uint8_t* memory, Vector* out) {
+  const uint32_t most = largest_magnitude(raw, n);
   *out = {raw, wide, 0, memory};
   int largest = int(most >> 23);
   if (most != 0 && (largest < kSmallest || largest >= kLargest)) return;

@@ -71,11 +71,7 @@ void write_halves(const T* raw, int64_t n, const Coding& coding, uint8_t* to) {
 
 template <class T>
 void prepare_halves(const T* raw, bool wide, int64_t n, const Coding& coding, uint8_t* memory, Vector* out) {
-  uint32_t most = 0;
-  for (int64_t k = 0; k < n; ++k) {
-    const uint32_t size = to_bits(to_float(raw[k])) & 0x7fffffffu;
-    most = size > most ? size : most;
-  }
+  const uint32_t most = largest_magnitude(raw, n);
   *out = {raw, wide, 0, memory};
   const int largest = int(most >> 23);
   if (most != 0 && (largest < kSmallest || largest >= kLargest || digits_needed(raw, wide, n, largest) != 2)) return;
