@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mxk_compile.kernels import cpu
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
-from mxk_compile.kernels.select import select, supports
+from mxk_compile.kernels.select import DEVICES, select, supports
 from mxk_compile.ops import library
 from mxk_compile.ops.moe import reference
 
@@ -68,7 +67,7 @@ def _judge(*args: Any, **attributes: Any) -> _Verdict:
 def _run(verdict: _Verdict, args: tuple[Any, ...], attributes: dict[str, Any]) -> Tensor:
     """A fused kernel where one supports the call, else the fp32 torch reference, which says why once."""
     if verdict.reason is None:
-        return cpu.moe(verdict.desc, *args, **verdict.scalars)
+        return DEVICES[verdict.desc.device].moe(verdict.desc, *args, **verdict.scalars)
     _say_once(verdict.reason)
     return reference(*args, **attributes)
 

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
+from torch import Tensor
+
 from mxk_compile.errors import KernelError
-from mxk_compile.kernels import cpu
+from mxk_compile.kernels import cpu, cuda
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
+
+
+class Kernels(Protocol):
+    """What a device's package answers."""
+
+    def supports(self, desc: MoEDesc) -> str | None:
+        """None if `moe` runs calls of this description here, else the reason in one line."""
+
+    def config(self, desc: MoEDesc) -> KernelConfig:
+        """What runs a description that `supports` accepts."""
+
+    def moe(self, desc: MoEDesc, *tensors: Any, **scalars: Any) -> Tensor:
+        """Runs the call: tensors as in ops/moe.py, scalars alpha, limit and experts_min."""
+
+
+DEVICES: dict[str, Kernels] = {"cpu": cpu, "cuda": cuda}
+"""Kernels by device type."""
 
 
 def supports(desc: MoEDesc) -> str | None:
@@ -12,9 +33,10 @@ def supports(desc: MoEDesc) -> str | None:
 
     Asked by the passes, the eager op, `explain`, test skips and error texts alike.
     """
-    if desc.device == "cpu":
-        return cpu.supports(desc)
-    return f"no fused kernel for device {desc.device!r} in this version"
+    kernels = DEVICES.get(desc.device)
+    if kernels is None:
+        return f"no fused kernel for device {desc.device!r} in this version"
+    return kernels.supports(desc)
 
 
 def select(desc: MoEDesc) -> KernelConfig:
@@ -22,4 +44,4 @@ def select(desc: MoEDesc) -> KernelConfig:
     reason = supports(desc)
     if reason is not None:
         raise KernelError("mxk::moe", reason, "what supports() accepts", "keep the stock op")
-    return KernelConfig("cpu", "cpp", cpu.isa())
+    return DEVICES[desc.device].config(desc)

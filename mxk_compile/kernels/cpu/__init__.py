@@ -14,18 +14,15 @@ import logging
 import math
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mxk_compile.errors import KernelError
+from mxk_compile.kernels.desc import KernelConfig, MoEDesc
 from mxk_compile.ops.moe import Weights
 from mxk_compile.settings import settings
 from mxk_compile.variants import ACTIVATIONS, ROW_ORDERS, WEIGHT_FORMATS
-
-if TYPE_CHECKING:
-    from mxk_compile.kernels.desc import MoEDesc
 
 LIBRARY = Path(__file__).with_name("libmxk_cpu.so")
 
@@ -111,6 +108,11 @@ def library_hash() -> str:
     if available() is not None:
         return "none"
     return hashlib.sha256(LIBRARY.read_bytes() + isa().encode()).hexdigest()
+
+
+def config(desc: MoEDesc) -> KernelConfig:
+    """What runs a description that `supports` accepts."""
+    return KernelConfig("cpu", "cpp", isa())
 
 
 def supports(desc: MoEDesc) -> str | None:
