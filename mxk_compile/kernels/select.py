@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from mxk_compile.errors import KernelError
-from mxk_compile.kernels import cpu, cuda
+from mxk_compile.kernels import cpu, cuda, tpc
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
 
 
@@ -24,7 +24,7 @@ class Kernels(Protocol):
         """Runs the call: tensors as in ops/moe.py, scalars alpha, limit and experts_min."""
 
 
-DEVICES: dict[str, Kernels] = {"cpu": cpu, "cuda": cuda}
+DEVICES: dict[str, Kernels] = {"cpu": cpu, "cuda": cuda, "hpu": tpc}
 """Kernels by device type."""
 
 
@@ -45,3 +45,13 @@ def select(desc: MoEDesc) -> KernelConfig:
     if reason is not None:
         raise KernelError("mxk::moe", reason, "what supports() accepts", "keep the stock op")
     return DEVICES[desc.device].config(desc)
+
+
+def token_range(desc: MoEDesc) -> tuple[int, int | None]:
+    """Fewest and most tokens (None: any) of one call that the kernels of `desc` run."""
+    return tpc.token_range(desc) if desc.device == "hpu" else (0, None)
+
+
+def stacked_only(desc: MoEDesc) -> bool:
+    """Whether the kernels of `desc` take stacked experts alone, and no lists."""
+    return desc.device == "hpu"

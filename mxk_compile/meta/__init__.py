@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mxk_compile.meta import moe, stock
+from mxk_compile.meta import moe, stack, stock
 
-__all__ = ["moe", "stock"]
+__all__ = ["moe", "stack", "stock"]

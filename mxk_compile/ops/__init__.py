@@ -30,9 +30,11 @@ def _moe_schema(name: str, weight: str, optional_weight: str, default: str) -> s
 # Tensors and attributes are described in ops/moe.py.
 library.define(_moe_schema("moe", "Tensor", "Tensor?", "=None"))
 library.define(_moe_schema("moe.lists", "Tensor[]", "Tensor[]", ""))
+# The stacked tensor behind a list of its experts (ops/stack.py).
+library.define("stack(Tensor[] experts) -> Tensor")
 # The gradient of an op that has none: raises when it runs, so that a joint graph can still be traced.
 library.define("no_backward(Tensor grad, Tensor like, str op) -> Tensor")
 
-from mxk_compile.ops import moe, stock  # noqa: E402  they implement the schemas above
+from mxk_compile.ops import moe, stack, stock  # noqa: E402  they implement the schemas above
 
-__all__ = ["library", "moe", "stock"]
+__all__ = ["library", "moe", "stack", "stock"]
