@@ -1,0 +1,159 @@
+// Vectors, predicates, int5 and bf16. A vector remembers whether it was ever written (0 = yes: C's {0} is zero memory,
+// while stack and local memory are poisoned) and, as an accumulator, how many MACs it took and when the first was.
+#pragma once
+#include "counters.h"
+
+struct bf16 {
+    uint16_t bits;
+    bf16() = default;
+    bf16(float value) : bits(from(value)) {}
+    operator float() const {
+        uint32_t wide = uint32_t(bits) << 16;
+        float value;
+        memcpy(&value, &wide, 4);
+        return value;
+    }
+    static uint16_t from(float value) { // to nearest, ties to even
+        uint32_t u;
+        memcpy(&u, &value, 4);
+        if ((u & 0x7fffffffu) > 0x7f800000u) return uint16_t((u >> 16) | 0x40);
+        return uint16_t((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+    }
+};
+typedef bf16 bfloat;
+typedef bf16 _BFloat16;
+
+namespace tpc_emulator {
+
+template <class T> struct storage { using type = T; };
+template <> struct storage<bf16> { using type = uint16_t; };
+template <class T> using storage_t = typename storage<T>::type;
+
+template <class T> TPC_INLINE storage_t<T> stored(T value) {
+    if constexpr (std::is_same_v<T, bf16>) return value.bits;
+    else return value;
+}
+
+template <class T> struct LaneReference { // lanes can be written; TPC-C reads none back
+    storage_t<T> *lane;
+    LaneReference &operator=(T value) {
+        count(op_mov_lane);
+        *lane = stored<T>(value);
+        return *this;
+    }
+};
+
+template <class T, int N> struct Vector {
+    using element = T;
+    using raw = storage_t<T>;
+    typedef raw lanes __attribute__((vector_size(sizeof(raw) * N), aligned(64)));
+    static constexpr int size = N;
+
+    lanes d;
+    uint32_t unset;
+    uint32_t macs;
+    int64_t first_mac;
+
+    Vector() = default;
+    template <class S, class = std::enable_if_t<std::is_arithmetic_v<S> || std::is_same_v<S, bf16>>>
+    TPC_INLINE Vector(S value) : d(stored<T>(T(value)) - lanes{}), unset(0), macs(0), first_mac(0) {}
+    Vector(std::initializer_list<T> values) : d(lanes{}), unset(0), macs(0), first_mac(0) {
+        int i = 0;
+        for (T value : values) d[i++] = stored<T>(value);
+    }
+    template <class U, int M> TPC_INLINE explicit Vector(const Vector<U, M> &other) // a C cast: same bits
+        : unset(other.unset), macs(0), first_mac(0) {
+        static_assert(sizeof(lanes) == sizeof(typename Vector<U, M>::lanes), "cast between vectors of different size");
+        d = (lanes)other.d;
+    }
+    static TPC_INLINE Vector of(lanes value) {
+        __attribute__((uninitialized)) Vector v;
+        v.d = value;
+        v.unset = 0;
+        v.macs = 0;
+        v.first_mac = 0;
+        return v;
+    }
+    LaneReference<T> operator[](int i) {
+        if (i < 0 || i >= N) fail("lane %d of %d", i, N);
+        return {reinterpret_cast<raw *>(&d) + i};
+    }
+};
+
+template <class T, int N> TPC_INLINE Vector<T, N> never_written() {
+    __attribute__((uninitialized)) Vector<T, N> v;
+    v.unset = 1;
+    return v;
+}
+struct Unset { // the default income: reading it is an error
+    template <class T, int N> TPC_INLINE operator Vector<T, N>() const { return never_written<T, N>(); }
+};
+
+[[noreturn]] __attribute__((cold, noinline)) static void fail_unset(const char *name) {
+    fail("%s: operand was never written", name);
+}
+template <class... V> TPC_INLINE void written(const char *name, const V &...v) {
+    if (__builtin_expect((v.unset | ...), 0)) fail_unset(name);
+}
+
+#define TPC_OPERATOR(symbol, operation)                                                                       \
+    template <class T, int N> TPC_INLINE Vector<T, N> operator symbol(const Vector<T, N> &a, const Vector<T, N> &b) { \
+        static_assert(!std::is_same_v<T, bf16>, "use the intrinsic for bf16");                                \
+        written("operator " #symbol, a, b);                                                                   \
+        count(operation);                                                                                     \
+        return Vector<T, N>::of(a.d symbol b.d);                                                              \
+    }                                                                                                         \
+    template <class T, int N> TPC_INLINE Vector<T, N> &operator symbol##=(Vector<T, N> &a, const Vector<T, N> &b) { \
+        return a = a symbol b;                                                                                \
+    }
+TPC_OPERATOR(+, op_add) TPC_OPERATOR(-, op_sub) TPC_OPERATOR(*, op_mul)
+TPC_OPERATOR(&, op_logic) TPC_OPERATOR(|, op_logic) TPC_OPERATOR(^, op_logic)
+#undef TPC_OPERATOR
+
+template <int N> struct Predicate {
+    bool lane[N];
+    uint32_t unset;
+};
+
+} // namespace tpc_emulator
+
+typedef tpc_emulator::Vector<float, 64> float64;
+typedef tpc_emulator::Vector<int, 64> int64;
+typedef tpc_emulator::Vector<unsigned, 64> uint64;
+typedef tpc_emulator::Vector<short, 128> short128;
+typedef tpc_emulator::Vector<unsigned short, 128> ushort128;
+typedef tpc_emulator::Vector<bf16, 128> bfloat128;
+typedef tpc_emulator::Vector<signed char, 256> char256;
+typedef tpc_emulator::Vector<unsigned char, 256> uchar256;
+typedef tpc_emulator::Predicate<64> bool64;
+typedef tpc_emulator::Predicate<128> bool128;
+typedef tpc_emulator::Predicate<256> bool256;
+
+struct float128 { float64 v1, v2; };
+struct int128 { int64 v1, v2; };
+struct uint128 { uint64 v1, v2; };
+struct bfloat256 { bfloat128 v1, v2; };
+struct ushort256 { ushort128 v1, v2; };
+struct short256 { short128 v1, v2; };
+struct float256 { float64 v1, v2, v3, v4; };
+typedef float128 float64_pair_t;
+typedef bfloat256 bfloat128_pair_t;
+
+struct int5 { // the only vector that is fully indexable
+    int d[5];
+    int &operator[](int i) { return d[i]; }
+    int operator[](int i) const { return d[i]; }
+    friend int5 operator+(const int5 &a, const int5 &b) {
+        tpc_emulator::count(tpc_emulator::op_index_add);
+        int5 r;
+        for (int i = 0; i < 5; i++) r.d[i] = a.d[i] + b.d[i];
+        return r;
+    }
+    int5 &operator+=(const int5 &b) { return *this = *this + b; }
+};
+
+typedef int tensor;
+#define __local__ __attribute__((section("tpc_local")))
+#define __local __local__
+#define __global__
+#define __global
