@@ -52,6 +52,10 @@ class Dimension:
             raise ValueError(text)
         return cls(match[2], int(match[1] or 1), int(match[3] or 1))
 
+    def __str__(self) -> str:
+        times = str(self.times) if self.times > 1 else ""
+        return f"{times}{self.symbol}" + (f"/{self.divide}" if self.divide > 1 else "")
+
     def size(self, sizes: dict[str, int]) -> int:
         """The number, given a value for each symbol."""
         return sizes[self.symbol] * self.times // self.divide
@@ -64,6 +68,11 @@ class Tensor:
     name: str
     dtype: str
     shape: tuple[Dimension, ...]
+
+    @property
+    def text(self) -> str:
+        """The shape in symbols, as in this file."""
+        return f"[{', '.join(map(str, self.shape))}]"
 
 
 @dataclasses.dataclass(frozen=True)
