@@ -19,14 +19,19 @@ from torch import fx
 
 from mxk_compile.errors import CallError
 from mxk_compile.kernels import MoEDesc, supports
+from mxk_compile.kernels.select import stacked_only, token_range
 from mxk_compile.passes import token_rule
 from mxk_compile.passes.arguments import bind, fake_arguments, mutates, overload_of
 from mxk_compile.passes.context import Context
+from mxk_compile.passes.inline import inherit_origin
 from mxk_compile.passes.report import NodeReport
-from mxk_compile.passes.stacks import find_stack
+from mxk_compile.passes.stacks import RegisteredStack, Stack, find_registered, find_stack
 from mxk_compile.passes.stock_forms import ANY_VALUE, FORMS, ROUTING, StockForm
 
 Nodes = list[fx.Node]
+Stacks = list[Stack | RegisteredStack | None]
+
+_WEIGHTS = ("w13", "w13_scale", "w2", "w2_scale", "w13_zero", "w2_zero", "w13_bias", "w2_bias")
 
 
 class Declined(Exception):
@@ -52,11 +57,12 @@ def fuse_moe(module: fx.GraphModule, context: Context) -> int:
         report = NodeReport(context.layer_of(node), overload._overloadname)
         try:
             call = _read(overload, node)
-            _decide(call, report, context)
+            desc = _decide(call, report, context)
+            stacks = _find_stacks(call, desc)
         except Declined as declined:
             report.reason = str(declined)
         else:
-            _replace(module.graph, node, call)
+            _replace(module.graph, node, call, stacks)
             count += 1
         context.add(report)
     return count
@@ -163,7 +169,7 @@ def _read_conversions(weights: list[Nodes]) -> tuple[str, list[Nodes], list[Node
     return weight_format, *result
 
 
-def _decide(call: Call, report: NodeReport, context: Context) -> None:
+def _decide(call: Call, report: NodeReport, context: Context) -> MoEDesc:
     """Asks `supports` and the token rule; raises Declined."""
     fakes = fake_arguments([*call.routing, *call.weights])
     if any(value is None for value in fakes[:3]):
@@ -174,14 +180,32 @@ def _decide(call: Call, report: NodeReport, context: Context) -> None:
         raise Declined(str(error)) from error
     if (reason := supports(report.desc)) is not None:
         raise Declined(reason)
-    rule = token_rule.decide(fakes[0].shape[0], context.settings.max_tokens, context.can_guard)
+    fewest, most = token_range(report.desc)
+    caps = [cap for cap in (context.settings.max_tokens, most) if cap is not None]
+    rule = token_rule.decide(fakes[0].shape[0], min(caps, default=None), context.can_guard, fewest)
     report.tokens = rule.text
     if rule.reason is not None:
         raise Declined(rule.reason)
+    return report.desc
 
 
-def _replace(graph: fx.Graph, node: fx.Node, call: Call) -> None:
-    stacks = [find_stack(nodes) for nodes in call.weights]
+def _find_stacks(call: Call, desc: MoEDesc) -> Stacks:
+    """For each weight list the stack behind it, None where there is none; raises Declined where one is needed."""
+    stacks: Stacks = [find_stack(nodes) for nodes in call.weights]
+    if not stacked_only(desc):
+        return stacks
+    for index, nodes in enumerate(call.weights):
+        if nodes and stacks[index] is None:
+            stacks[index] = find_registered(nodes)
+            if stacks[index] is None:
+                raise Declined(
+                    f"{_WEIGHTS[index]} is a list of {len(nodes)} tensors, the kernels of device {desc.device!r} "
+                    "take stacked experts; keep them stacked, and call register_stacks(model) after loading"
+                )
+    return stacks
+
+
+def _replace(graph: fx.Graph, node: fx.Node, call: Call, stacks: Stacks) -> None:
     with graph.inserting_before(node):
         target: torch._ops.OpOverload = torch.ops.mxk.moe.lists
         weights: list[Any] = call.weights
@@ -191,6 +215,9 @@ def _replace(graph: fx.Graph, node: fx.Node, call: Call) -> None:
             target, weights = torch.ops.mxk.moe.default, [stack and stack.insert(graph) for stack in stacks]
         args: tuple[Any, ...] = (*call.routing, *weights)
         fused = graph.call_function(target, args, call.attributes)
+    for weight in weights:
+        if isinstance(weight, fx.Node) and weight.op == "call_function":
+            inherit_origin(weight, node)
     # `eager_input_vals` are the stock node's inputs; without them Inductor may choose any layout, and any is accepted.
     fused.meta = {key: value for key, value in node.meta.items() if key != "eager_input_vals"}
     for key in ("val", "example_value"):

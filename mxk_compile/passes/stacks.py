@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mxk_compile.ops.stack import is_known
 from mxk_compile.passes.arguments import bind, fake_value
 
 _aten = torch.ops.aten
@@ -32,6 +33,25 @@ class Stack:
         if self.num == value.shape[0]:
             return self.base
         return _insert(graph, _aten.slice.Tensor, self.base, 0, self.first, self.first + self.num)
+
+
+@dataclasses.dataclass(frozen=True)
+class RegisteredStack:
+    """A list that comes from outside the graph, to be looked up in each run by `mxk::stack` (ops/stack.py)."""
+
+    nodes: tuple[fx.Node, ...]
+
+    def insert(self, graph: fx.Graph) -> fx.Node:
+        """A node for the stacked list, at the graph's current point."""
+        return _insert(graph, torch.ops.mxk.stack.default, list(self.nodes))
+
+
+def find_registered(nodes: Sequence[fx.Node]) -> RegisteredStack | None:
+    """The stack behind a list, if one of its shape was registered when the weights were loaded."""
+    value = fake_value(nodes[0])
+    if value is None or not is_known((len(nodes), *value.shape), value.dtype, value.device.type):
+        return None
+    return RegisteredStack(tuple(nodes))
 
 
 def find_stack(nodes: Sequence[fx.Node]) -> Stack | None:

@@ -10,14 +10,19 @@ from torch import fx
 from mxk_compile.errors import GraphError
 from mxk_compile.passes.arguments import fake_arguments, fake_value
 
-_FUSED = (torch.ops.mxk.moe.default, torch.ops.mxk.moe.lists)
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether a node calls an op of this package: `mxk::*`, or a Gaudi kernel's op."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.name().startswith(
+        ("mxk::moe", "mxk::stack", "custom_op::mxk_")
+    )
 
 
 def verify(module: fx.GraphModule) -> None:
-    """Raises GraphError unless the graph lints and the metadata of every fused node is what its fake returns."""
+    """Raises GraphError unless the graph lints and the metadata of every node of ours is what its fake returns."""
     module.graph.lint()
     for node in module.graph.nodes:
-        if node.target not in _FUSED:
+        if not _is_ours(node):
             continue
         value, expected = fake_value(node), node.target(*fake_arguments(node.args), **node.kwargs)
         for attribute in ("shape", "dtype", "device", "stride"):

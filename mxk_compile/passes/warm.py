@@ -7,16 +7,34 @@ On CPU it opens the kernel library before the first run.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
+
 import torch
 from torch import fx
 
+from mxk_compile.errors import KernelError
+from mxk_compile.kernels import tpc
+from mxk_compile.kernels.tpc.signatures import KERNELS
 from mxk_compile.passes.arguments import fake_value
+
+_logger = logging.getLogger("mxk_compile")
 
 _warmed: set[tuple[str, str]] = set()
 
+_GAUDI = "custom_op::"
+
+OPS = ("mxk::moe", "mxk::moe.lists", *(_GAUDI + name for name in KERNELS))
+"""Our ops that a graph may hold, by qualified name; `mxk::stack` only looks up an address."""
+
 
 def call_smallest(name: str, device: str) -> None:
-    """Calls `mxk::moe` or `mxk::moe.lists` on one token and one expert, K = I = 32, all bytes zero."""
+    """Calls one of `OPS` on one token and one expert, the smallest sizes that it takes, all bytes zero."""
+    if name.startswith(_GAUDI):
+        kernel = KERNELS[name.removeprefix(_GAUDI)]
+        getattr(torch.ops.custom_op, kernel.name)(*tpc.smallest_arguments(kernel, device))
+        return
     routing = (
         torch.zeros(1, 32, dtype=torch.bfloat16, device=device),
         torch.zeros(1, 1, dtype=torch.int32, device=device),
@@ -31,12 +49,22 @@ def call_smallest(name: str, device: str) -> None:
         torch.ops.mxk.moe(*routing, *weights, **attributes)
 
 
-OPS = ("mxk::moe", "mxk::moe.lists")
-"""Our ops that a graph may hold, by qualified name."""
+def warm_op(name: str, device: str) -> None:
+    """Calls one op once eagerly, if this process has not done so yet; what it raises goes through."""
+    if (name, device) in _warmed:
+        return
+    # Compilation runs under modes (fake tensors, functionalisation, inference) that must not see this call.
+    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad(), _bridge_executes():
+        call_smallest(name, device)
+    _warmed.add((name, device))
 
 
 def warm_ops(module: fx.GraphModule) -> None:
-    """Calls each op of ours in `module` and its nested graphs once eagerly, if this process has not done so yet."""
+    """Calls each op of ours in `module` and its nested graphs once eagerly, if this process has not done so yet.
+
+    Raises:
+        KernelError: an op of the Gaudi library does not run; the start-up self-check would have said so.
+    """
     for graph_module in module.modules():
         if not isinstance(graph_module, fx.GraphModule):
             continue
@@ -44,9 +72,51 @@ def warm_ops(module: fx.GraphModule) -> None:
             name = node.target.name() if isinstance(node.target, torch._ops.OpOverload) else ""
             if name not in OPS:
                 continue
-            key = (name, fake_value(node).device.type)
-            if key not in _warmed:
-                # Compilation runs under modes (fake tensors, functionalisation, inference) that must not see this call.
-                with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-                    call_smallest(*key)
-                _warmed.add(key)
+            try:
+                warm_op(name, fake_value(node).device.type)
+            except RuntimeError as error:
+                if not name.startswith(_GAUDI):
+                    raise
+                allowed = "ops that run eagerly"
+                raise KernelError(
+                    name, _line(error), allowed, "rebuild the op library in this image"
+                ) from error
+
+
+def self_check(device: str) -> dict[str, str | None]:
+    """Calls every Gaudi op of ours that is registered once eagerly, at start-up; logs and returns what came of it.
+
+    An op that fails is not chosen by `supports` any more, so its layers keep the stock op.
+
+    Returns:
+        For each registered op, by qualified name, None or the error in one line. Empty: no op library is loaded.
+    """
+    found: dict[str, str | None] = {}
+    for kernel in KERNELS:
+        if not hasattr(torch.ops.custom_op, kernel):
+            continue
+        name = _GAUDI + kernel
+        try:
+            warm_op(name, device)
+            found[name] = None
+        except RuntimeError as error:
+            reason = f"{name} failed its first eager call on {device}: {_line(error)}"
+            tpc.mark_unusable(kernel, reason)
+            found[name] = reason
+            _logger.error("%s", reason)
+    working = [name for name, reason in found.items() if reason is None]
+    _logger.info("Gaudi ops called once eagerly on %s: %s", device, ", ".join(working) or "none")
+    return found
+
+
+def _line(error: RuntimeError) -> str:
+    return " ".join(str(error).split())
+
+
+def _bridge_executes() -> contextlib.AbstractContextManager[object]:
+    """Lets the bridge run what it is given even where a server's warm-up only compiles (`PT_COMPILE_ONLY_MODE`)."""
+    config = sys.modules.get("habana_frameworks.torch.internal.bridge_config")
+    if config is None:
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[object] = config.env_setting("PT_COMPILE_ONLY_MODE", False)
+    return context

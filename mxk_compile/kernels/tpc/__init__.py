@@ -249,7 +249,7 @@ def moe(
     num_tokens = hidden_states.shape[0]
     if not fewest <= num_tokens <= most:
         _say_once(f"Gaudi kernels: {num_tokens} tokens; allowed: {fewest} to {most} with top_k {desc.top_k}")
-        attributes = {
+        attributes: dict[str, Any] = {
             "weight_format": desc.weight_format,
             "row_order": desc.row_order,
             "activation": desc.activation,
@@ -257,8 +257,8 @@ def moe(
             "per_route": desc.per_route,
         }
         return reference(hidden_states, topk_ids, topk_weights, *weights, **attributes, **scalars)
-    stacked = [_stacked(weight) for weight in weights]
-    return sequence(desc, hidden_states, topk_ids, topk_weights, *stacked, **scalars)  # type: ignore[arg-type]
+    stacked: list[Any] = [_stacked(weight) for weight in weights]
+    return sequence(desc, hidden_states, topk_ids, topk_weights, *stacked, **scalars)
 
 
 def _stacked(weight: Weights | None) -> Tensor | None:
