@@ -1,0 +1,682 @@
+// Few tokens: a whole MXFP4 MoE layer in one launch, from the checkpoint's bytes.
+//
+//   H[r, i]   = bf16(activate(w13[gate(i)] . x[r / k] + bias, w13[up(i)] . x[r / k] + bias))   r = token * k + slot
+//   Y[r, n]   = (w2[n] . H[r] + bias) * router[r]                                              fp32
+//   out[t, n] = Y[t, 0, n] + Y[t, 1, n] + ...   in slot order, one rounding to bf16; with PER_ROUTE out[r, n] = Y[r, n]
+//
+// Launch contract (one module a shape, macros MXK_*, defaults below)
+//   kernel      moe_decode(const __grid_constant__ Decode)
+//   grid        the multiprocessors of the device, one block each, all resident at once: launch cooperatively
+//   block       decode_threads, dynamic shared memory decode_shared bytes: device constants of the module, to be read back
+//   workspace   h: T * k * I bf16, y: T * k * K fp32 (not with PER_ROUTE), both 16-byte aligned, any content
+//               counters: 256 bytes, zero before their first use and left alone between launches; launches that may
+//               overlap need their own
+//   limits      T * k <= MXK_MAX_ROUTES; K, I multiples of 32. MXK_ALIGNED=1: weight rows on 16-byte boundaries, scale
+//               rows dense and every expert's scales on a 16-byte boundary. MXK_X_ALIGNED=1: rows of x on 16-byte
+//               boundaries. Otherwise 0: same results, slow copies.
+//   ids         any integer type; outside [experts_min, experts_min + E) adds nothing, duplicates add; nothing is read
+//               by the host
+//
+// Schedule. Bytes bind, so everything serves the stream of weights. A block owns a contiguous, byte-balanced range of
+// the rows of all touched experts. One warp brings rows by bulk copies into a ring of about 200 KB; when its gate/up rows
+// are issued it goes on with its down rows, while the others wait for the grid-wide barrier between the projections:
+// the memory pipe does not idle. WARPS consumer warps split the columns: each keeps its part of the activations in
+// registers (the n side of m16n8k16, 8 rows of an expert), unpacks 16 weight rows (the m side) and multiplies. Three more
+// warps add the partial sums in fixed order, apply bias, activation or router weight, and store.
+// A lane reads 16 bytes = 32 codes = one scale group of a row; both operands use the same permutation of k, so nothing
+// is shuffled. Gate row i and up row i sit at rows g and g + 8 of one fragment: the activation needs no exchange.
+// Unpacking is 13 instructions and 4 multiplies for 8 weights: ALU and FMA pipes are busy for about 70 % of the time that
+// the bytes take.
+#include "call.cuh"
+
+// ---- parameters of the module
+
+#ifndef MXK_HIDDEN
+#define MXK_HIDDEN 2880
+#endif
+#ifndef MXK_INTER
+#define MXK_INTER 2880
+#endif
+#ifndef MXK_EXPERTS
+#define MXK_EXPERTS 128
+#endif
+#ifndef MXK_TOP_K
+#define MXK_TOP_K 4
+#endif
+#ifndef MXK_MAX_ROUTES
+#define MXK_MAX_ROUTES 256  // multiple of 8
+#endif
+#ifndef MXK_WARPS
+#define MXK_WARPS 8  // consumers: 8 or 12
+#endif
+#ifndef MXK_STAGES
+#define MXK_STAGES 8  // slots of the ring
+#endif
+#ifndef MXK_TILES13
+#define MXK_TILES13 1  // 16-row tiles a slot, gate and up
+#endif
+#ifndef MXK_TILES2
+#define MXK_TILES2 1  // 16-row tiles a slot, down
+#endif
+#ifndef MXK_COLUMN_TILES
+#define MXK_COLUMN_TILES 1  // rows of an expert taken at once, in eights
+#endif
+#ifndef MXK_INTERLEAVED
+#define MXK_INTERLEAVED 1  // row 2i is gate i, row 2i + 1 up i; otherwise gate_row + i and up_row + i
+#endif
+#ifndef MXK_SCALES_SMALL
+#define MXK_SCALES_SMALL 0  // 1: no scale byte of w13 and w2 is above 128, which was checked once a weight
+#endif
+#ifndef MXK_PER_ROUTE
+#define MXK_PER_ROUTE 0
+#endif
+#ifndef MXK_ALIGNED
+#define MXK_ALIGNED 1
+#endif
+#ifndef MXK_X_ALIGNED
+#define MXK_X_ALIGNED 1
+#endif
+#ifndef MXK_PARTIALS
+#define MXK_PARTIALS 4  // buffers between consumers and epilogue
+#endif
+#ifndef MXK_PROBE
+#define MXK_PROBE 0  // to see what binds: 1 no arithmetic, 2 no copies, 3 neither
+#endif
+
+struct Decode {
+  const u8* x;  // bf16 [T, K], dense rows
+  const u8* ids;
+  const u8* router;
+  Operand w13, s13, b13;  // with row_step 1 and separate stacks: up rows are expert + up_expert
+  Operand w2, s2, b2;
+  u8* out;  // bf16, contiguous
+  u8* h;
+  u8* y;
+  u32* counters;
+  i64 x_stride;                             // elements
+  i64 ids_stride[2], router_stride[2];      // elements
+  i64 experts_min;
+  i32 tokens;
+  i32 ids_bytes, ids_signed;                // 1, 2, 4 or 8
+  i32 router_dtype, b13_dtype, b2_dtype;    // Dtype
+  i32 activation;                           // Activation
+  i32 gate_row, up_row, up_expert;          // not interleaved
+  float alpha, limit;
+};
+
+constexpr int K = MXK_HIDDEN, I = MXK_INTER, E = MXK_EXPERTS, TOP_K = MXK_TOP_K, MAX_ROUTES = MXK_MAX_ROUTES;
+constexpr int W = MXK_WARPS, NT = MXK_COLUMN_TILES, STAGES = MXK_STAGES, PARTIALS = MXK_PARTIALS;
+constexpr int HELPERS = 4;  // warp 0 copies, 1..3 are the epilogue: a warpgroup, as register counts are set by warpgroup
+constexpr int EPILOGUE = HELPERS - 1;
+constexpr int THREADS = (W + HELPERS) * 32;
+constexpr int HELPER_REGISTERS = 72;
+constexpr int CONSUMER_REGISTERS = (65536 - HELPERS * 32 * HELPER_REGISTERS) / (W * 32) / 8 * 8;
+constexpr int SHARED_LIMIT = 232448;  // of a block
+static_assert(K % 32 == 0 && I % 32 == 0 && MAX_ROUTES % 8 == 0 && W % 4 == 0, "limits");
+
+__host__ __device__ constexpr int round_up(int value, int step) { return (value + step - 1) / step * step; }
+
+// One projection: COLUMNS of the dot product, `TILES` 16-row tiles a slot, `PAIRS` if units of work are (gate, up) rows.
+template <int COLUMNS, int TILES_, bool PAIRS_, int UNITS_>
+struct Projection {
+  static constexpr int TILES = TILES_, UNITS = UNITS_;  // UNITS of an expert
+  static constexpr bool PAIRS = PAIRS_;
+  static constexpr int UNITS_A_SLOT = (PAIRS ? 8 : 16) * TILES;
+  static constexpr int BYTES = COLUMNS / 2, GROUPS = COLUMNS / 32;
+  static constexpr int STEPS = (COLUMNS + 127) / 128;  // a step is 128 columns: a group a lane of four
+  static constexpr int STEPS_A_WARP = (STEPS + W - 1) / W;
+  // 64 modulo 128: two rows of a quarter warp's 16-byte reads lie in different banks.
+  static constexpr int STRIDE = BYTES / 128 * 128 + (BYTES % 128 <= 64 ? 64 : 192);
+  // Scales of half the rows of a slot; copies start and end on 16 bytes.
+  static constexpr int SCALES = round_up(8 * TILES * GROUPS, 16) + 32;
+  static constexpr int SLOT = round_up(16 * TILES * STRIDE + 2 * SCALES, 128);
+};
+using GateUp = Projection<K, MXK_TILES13, true, I>;
+using Down = Projection<I, MXK_TILES2, false, K>;
+
+constexpr int TILES = GateUp::TILES > Down::TILES ? GateUp::TILES : Down::TILES;
+constexpr int SLOT = GateUp::SLOT > Down::SLOT ? GateUp::SLOT : Down::SLOT;
+constexpr int PARTIAL = W * 512;                      // of 16 rows x 8 columns
+constexpr int PARTIAL_SET = TILES * NT * PARTIAL;     // of a slot
+constexpr int AT_PARTIALS = STAGES * SLOT;
+constexpr int AT_BARRIERS = AT_PARTIALS + PARTIALS * PARTIAL_SET;
+constexpr int AT_COUNTS = AT_BARRIERS + round_up(16 * (STAGES + PARTIALS), 16);
+constexpr int AT_OFFSETS = AT_COUNTS + round_up(4 * E, 16);
+constexpr int AT_LISTS = AT_OFFSETS + round_up(4 * E, 16);
+constexpr int AT_END = AT_LISTS + 6 * 2 * MAX_ROUTES;
+constexpr int SHARED = round_up(AT_END + 16, 128);
+static_assert(SHARED <= SHARED_LIMIT, "shared memory of a block");
+
+extern "C" {
+__device__ __constant__ extern const int decode_threads = THREADS;
+__device__ __constant__ extern const int decode_shared = SHARED;
+}
+
+// ---- what Hopper offers, besides hopper.cuh
+
+__device__ __forceinline__ void copy_streamed(u32 target, const u8* source, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          target),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ u64 evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint4 load_shared_16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_byte(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+// H and Y were written by other blocks of this launch: they are read in the L2.
+__device__ __forceinline__ uint4 load_l2(const u8* pointer) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer) : "memory");
+  return v;
+}
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ u32 pick_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+// Grid-wide barrier: the top bit flips when all blocks have arrived, so the word serves the next launch as it is.
+struct GridBarrier {
+  u32* word;
+  u32 before;  // top bit, read before this block arrives
+
+  __device__ explicit GridBarrier(u32* counter) : word(counter) {
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(counter) : "memory");
+  }
+  __device__ void arrive() const {
+    const u32 add = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(add) : "memory");
+  }
+  __device__ void wait() const {  // by the consumers: one thread asks
+    if (threadIdx.x == HELPERS * 32) {
+      u32 now;
+      do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+      } while (((now ^ before) & 0x80000000u) == 0);
+    }
+    asm volatile("bar.sync 2, %0;" ::"n"(W * 32) : "memory");
+  }
+};
+
+// ---- E2M1 and E8M0
+
+// Nibbles j and j + 4 of a word, j = 0..3, as bf16 pairs of value * 2^-126. One product places a nibble twice: exponent
+// and mantissa at bits 8..6, the sign at 15.
+__device__ __forceinline__ void unpack(u32 word, u32 (&pair)[4]) {
+  const u32 upper = word >> 8;
+  pair[0] = ((word & 0x000F000Fu) * 0x1040u) & 0x81C081C0u;
+  pair[1] = ((word & 0x00F000F0u) * 0x0104u) & 0x81C081C0u;
+  pair[2] = ((upper & 0x000F000Fu) * 0x1040u) & 0x81C081C0u;
+  pair[3] = ((upper & 0x00F000F0u) * 0x0104u) & 0x81C081C0u;
+}
+// What `scaled` takes for an E8M0 byte, twice.
+__device__ __forceinline__ u32 scale_pair(u32 byte) {
+  if constexpr (MXK_SCALES_SMALL) return byte * 0x00800080u + 126u * 0x00800080u;  // 2^(byte - 1)
+  const u32 bits = byte == 0 ? 0x0040u : byte == 255 ? 0x7FC0u : byte << 7;       // 2^(byte - 127), subnormal for 0
+  return bits * 0x00010001u;
+}
+__device__ __forceinline__ u32 scaled(u32 pair, u32 scale) {
+  if constexpr (MXK_SCALES_SMALL) return multiply_bf16x2(pair, scale);
+  return multiply_bf16x2(multiply_bf16x2(pair, 0x7E807E80u), scale);  // 2^126: the element itself
+}
+
+// ---- the routes, by expert
+
+// A column block: up to 8 * NT routes of one expert. route[first .. first + count) are its routes.
+struct Routes {
+  const u16 *expert, *first, *count, *route;  // of column block, of column block, of column block, of position
+  const u16* expert_of;                       // of route; NOT_HERE
+  int blocks;
+};
+constexpr u32 NOT_HERE = 0xFFFF;
+
+__device__ __forceinline__ u32 local_expert(const Decode& p, int route) {
+  const i64 at = route / TOP_K * p.ids_stride[0] + route % TOP_K * p.ids_stride[1];
+  i64 id;
+  switch (p.ids_bytes) {
+    case 1: id = p.ids_signed ? reinterpret_cast<const signed char*>(p.ids)[at] : p.ids[at]; break;
+    case 2:
+      id = p.ids_signed ? reinterpret_cast<const short*>(p.ids)[at] : reinterpret_cast<const u16*>(p.ids)[at];
+      break;
+    case 4:
+      id = p.ids_signed ? reinterpret_cast<const i32*>(p.ids)[at] : reinterpret_cast<const u32*>(p.ids)[at];
+      break;
+    default:
+      id = reinterpret_cast<const i64*>(p.ids)[at];
+      if (!p.ids_signed && id < 0) return NOT_HERE;
+  }
+  const u64 index = static_cast<u64>(id) - static_cast<u64>(p.experts_min);  // wraps to a large number below the range
+  return index < E ? static_cast<u32>(index) : NOT_HERE;
+}
+
+// Every block sorts the routes for itself. The order inside an expert is not fixed and does not matter: a route is a
+// column of its own in every product.
+__device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
+  int* counts = reinterpret_cast<int*>(shared + AT_COUNTS);
+  int* offsets = reinterpret_cast<int*>(shared + AT_OFFSETS);
+  u16* lists = reinterpret_cast<u16*>(shared + AT_LISTS);
+  u16 *expert = lists, *first = lists + MAX_ROUTES, *count = lists + 2 * MAX_ROUTES, *route = lists + 3 * MAX_ROUTES;
+  u16 *expert_of = lists + 4 * MAX_ROUTES, *rank = lists + 5 * MAX_ROUTES;
+  int* blocks = reinterpret_cast<int*>(shared + AT_END);
+  const int routes = p.tokens * TOP_K;
+  for (int e = threadIdx.x; e < E; e += THREADS) counts[e] = 0;
+  __syncthreads();
+  for (int r = threadIdx.x; r < routes; r += THREADS) {
+    const u32 e = local_expert(p, r);
+    expert_of[r] = static_cast<u16>(e);
+    if (e != NOT_HERE) rank[r] = static_cast<u16>(atomicAdd(&counts[e], 1));
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    constexpr int EACH = (E + 31) / 32;
+    int mine[EACH], sum = 0;  // rows in the low half, column blocks in the high half
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int e = threadIdx.x * EACH + i;
+      mine[i] = e < E ? counts[e] : 0;
+      sum += mine[i] + ((mine[i] + 8 * NT - 1) / (8 * NT) << 16);
+    }
+    int before = sum;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, before, d);
+      if (static_cast<int>(threadIdx.x) >= d) before += other;
+    }
+    if (threadIdx.x == 31) *blocks = before >> 16;
+    before -= sum;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int e = threadIdx.x * EACH + i;
+      if (mine[i] == 0) continue;
+      int row = before & 0xFFFF, block = before >> 16;
+      offsets[e] = row;
+      for (int left = mine[i]; left > 0; left -= 8 * NT, row += 8 * NT, ++block) {
+        expert[block] = static_cast<u16>(e);
+        first[block] = static_cast<u16>(row);
+        count[block] = static_cast<u16>(left < 8 * NT ? left : 8 * NT);
+      }
+      before = (block << 16) + (before & 0xFFFF) + mine[i];
+    }
+  }
+  __syncthreads();
+  for (int r = threadIdx.x; r < routes; r += THREADS) {
+    const u32 e = expert_of[r];
+    if (e != NOT_HERE) route[offsets[e] + rank[r]] = static_cast<u16>(r);
+  }
+  __syncthreads();
+  return {expert, first, count, route, expert_of, *blocks};
+}
+
+// ---- the work of this block: units of all column blocks, a slot's worth at a time, never of two experts
+
+template <class P>
+struct Walk {
+  u32 unit, end;
+  int block, first, count = 0;  // of the slot: column block, first unit in its expert, units
+
+  __device__ explicit Walk(int blocks) {
+    const u32 total = static_cast<u32>(blocks) * P::UNITS;
+    const u32 each = total / gridDim.x, more = total % gridDim.x;
+    unit = blockIdx.x * each + min(blockIdx.x, more);
+    end = unit + each + (blockIdx.x < more ? 1 : 0);
+  }
+  __device__ bool next() {
+    unit += count;
+    if (unit >= end) return false;
+    block = unit / P::UNITS;
+    first = unit - block * P::UNITS;
+    count = min(min(P::UNITS - first, P::UNITS_A_SLOT), static_cast<int>(end - unit));
+    return true;
+  }
+};
+
+struct Turn {  // of a ring
+  u32 slot = 0, parity = 0;
+  __device__ void advance(u32 size) {
+    if (++slot == size) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Where scales lie in a slot, from the beginning of the first (half 0) or second half: interleaved rows are copied as
+// they are, so a pair is two rows on.
+template <class P>
+struct ScalePlace {
+  static constexpr bool PAIRED = P::PAIRS && MXK_INTERLEAVED;
+  static constexpr int AREA = 16 * P::TILES * P::STRIDE;
+  // Distance of the first copied byte from a 16-byte boundary.
+  __device__ static u32 skew(int first) {
+    return MXK_ALIGNED ? (static_cast<u32>(first) * (PAIRED ? 2 : 1) * P::GROUPS) & 15 : 0;
+  }
+  // Row `g` (0..7) of tile `tile`, upper or lower 8 rows of the fragment.
+  __device__ static u32 at(int tile, int g, int half) {
+    if (PAIRED) return AREA + (2 * (8 * tile + g) + half) * P::GROUPS;
+    if (P::PAIRS) return AREA + half * P::SCALES + (8 * tile + g) * P::GROUPS;
+    return AREA + (16 * tile + 8 * half + g) * P::GROUPS;
+  }
+};
+
+// ---- producer
+
+template <class P>
+__device__ __forceinline__ void copy_rows(const Decode& p, const Routes& routes, u32 ring, u32 full, u32 empty, Turn& turn,
+                                          u64 policy) {
+  const int lane = threadIdx.x & 31;
+  const Operand &weight = P::PAIRS ? p.w13 : p.w2, &scale = P::PAIRS ? p.s13 : p.s2;
+  for (Walk<P> walk(routes.blocks); walk.next(); turn.advance(STAGES)) {
+    const int expert = routes.expert[walk.block];
+    const u32 slot = ring + turn.slot * SLOT, done = full + 8 * turn.slot;
+    const int second_expert = P::PAIRS && !MXK_INTERLEAVED ? expert + p.up_expert : expert;
+    const u8 *w = weight.expert(expert), *w_up = weight.expert(second_expert);
+    const u8 *s = scale.expert(expert), *s_up = scale.expert(second_expert);
+    const int rows = walk.count * (P::PAIRS ? 2 : 1);
+    // Row of the matrix for row `half` of unit `u`, in the projection's own terms.
+    const int gate_row = MXK_INTERLEAVED || !P::PAIRS ? 0 : p.gate_row, up_row = MXK_INTERLEAVED ? 1 : p.up_row;
+    constexpr int STEP = P::PAIRS && MXK_INTERLEAVED ? 2 : 1;
+    barrier_wait(empty + 8 * turn.slot, turn.parity ^ 1);
+    if constexpr (MXK_PROBE >= 2) {
+      if (lane == 0) barrier_arrive(done);
+      continue;
+    }
+    if constexpr (MXK_ALIGNED) {
+      const u32 skew = ScalePlace<P>::skew(walk.first);
+      constexpr bool TWO = P::PAIRS && !MXK_INTERLEAVED;
+      const u32 scale_bytes = round_up(skew + (TWO ? walk.count : rows) * P::GROUPS, 16);
+      if (lane == 0) barrier_arrive_expect(done, rows * P::BYTES + scale_bytes * (TWO ? 2 : 1));
+      __syncwarp();
+      for (int i = lane; i < rows; i += 32) {
+        const int unit = P::PAIRS ? i >> 1 : i, half = P::PAIRS ? i & 1 : 0;
+        const int target = P::PAIRS ? (unit >> 3) * 16 + half * 8 + (unit & 7) : unit;
+        const i64 row = (half ? up_row : gate_row) + static_cast<i64>(walk.first + unit) * STEP;
+        copy_streamed(slot + target * P::STRIDE, (half ? w_up : w) + row * weight.row_stride, P::BYTES, done, policy);
+      }
+      if (lane < (TWO ? 2 : 1)) {
+        const i64 row = (lane ? up_row : gate_row) + static_cast<i64>(walk.first) * STEP;
+        copy_streamed(slot + ScalePlace<P>::AREA + lane * P::SCALES, (lane ? s_up : s) + row * P::GROUPS - skew, scale_bytes,
+                      done, policy);
+      }
+    } else {
+      for (int i = 0; i < rows; ++i) {
+        const int unit = P::PAIRS ? i >> 1 : i, half = P::PAIRS ? i & 1 : 0;
+        const int target = P::PAIRS ? (unit >> 3) * 16 + half * 8 + (unit & 7) : unit;
+        const i64 row = (half ? up_row : gate_row) + static_cast<i64>(walk.first + unit) * STEP;
+        const u8* from = (half ? w_up : w) + row * weight.row_stride;
+        for (int at = lane; at < P::BYTES; at += 32)
+          asm volatile("st.shared.u8 [%0], %1;" ::"r"(slot + target * P::STRIDE + at), "r"(static_cast<u32>(from[at])) : "memory");
+        from = (half ? s_up : s) + row * scale.row_stride;
+        const u32 place = slot + ScalePlace<P>::at(P::PAIRS ? unit >> 3 : unit >> 4, unit & 7, P::PAIRS ? half : unit >> 3 & 1);
+        for (int at = lane; at < P::GROUPS; at += 32)
+          asm volatile("st.shared.u8 [%0], %1;" ::"r"(place + at), "r"(static_cast<u32>(from[at])) : "memory");
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(done);
+    }
+  }
+}
+
+// ---- consumers
+
+template <class P>
+__device__ __forceinline__ void load_activations(const Decode& p, const Routes& routes, int block, int warp,
+                                                 u32 (&b)[P::STEPS_A_WARP][NT][16]) {
+  const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
+  const int first = routes.first[block], count = routes.count[block];
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    const bool here = 8 * n + g < count;
+    const int route = here ? routes.route[first + 8 * n + g] : 0;
+    const u8* row = P::PAIRS ? p.x + static_cast<i64>(route / TOP_K) * p.x_stride * 2 : p.h + static_cast<i64>(route) * (I * 2);
+#pragma unroll
+    for (int s = 0; s < P::STEPS_A_WARP; ++s) {
+      const int group = 4 * (s * W + warp) + q;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (here && group < P::GROUPS) {
+          const u8* from = row + group * 64 + j * 16;
+          if (MXK_X_ALIGNED || !P::PAIRS) {
+            v = load_l2(from);
+          } else {
+            const u16* e = reinterpret_cast<const u16*>(from);
+            v.x = e[0] | e[1] << 16, v.y = e[2] | e[3] << 16, v.z = e[4] | e[5] << 16, v.w = e[6] | e[7] << 16;
+          }
+        }
+        b[s][n][4 * j] = pick_bytes(v.x, v.z, 0x5410);  // columns 0, 4 of the 8; then 1, 5; 2, 6; 3, 7: as `unpack`
+        b[s][n][4 * j + 1] = pick_bytes(v.x, v.z, 0x7632);
+        b[s][n][4 * j + 2] = pick_bytes(v.y, v.w, 0x5410);
+        b[s][n][4 * j + 3] = pick_bytes(v.y, v.w, 0x7632);
+      }
+    }
+  }
+}
+
+template <class P>
+__device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& routes, int warp, u32 shared, u32 full, u32 empty,
+                                              u32 sums_full, u32 sums_empty, Turn& turn, Turn& sums) {
+  const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
+  u32 b[P::STEPS_A_WARP][NT][16];
+  int block = -1;
+  for (Walk<P> walk(routes.blocks); walk.next(); turn.advance(STAGES), sums.advance(PARTIALS)) {
+    if (walk.block != block) load_activations<P>(p, routes, block = walk.block, warp, b);
+    const u32 slot = shared + turn.slot * SLOT;
+    const u32 skew = ScalePlace<P>::skew(walk.first);
+    const u32 weights = slot + g * P::STRIDE + (4 * warp + q) * 16;
+    barrier_wait(full + 8 * turn.slot, turn.parity);
+    bool waited = false;
+#pragma unroll 1
+    for (int tile = 0; tile < P::TILES; ++tile) {
+      float c[NT][2][4] = {};
+      const u32 tile_weights = weights + tile * 16 * P::STRIDE;
+      const u32 low = slot + ScalePlace<P>::at(tile, g, 0) + skew + 4 * warp + q;
+      const u32 high = slot + ScalePlace<P>::at(tile, g, 1) + skew + 4 * warp + q;
+      if (MXK_PROBE != 1 && MXK_PROBE != 3) {
+#pragma unroll
+        for (int s = 0; s < P::STEPS_A_WARP; ++s) {
+          if (s * W + warp >= P::STEPS) break;
+          const uint4 wa = load_shared_16(tile_weights + s * W * 64);
+          const uint4 wb = load_shared_16(tile_weights + s * W * 64 + 8 * P::STRIDE);
+          u32 sa = scale_pair(load_shared_byte(low + s * W * 4)), sb = scale_pair(load_shared_byte(high + s * W * 4));
+          if (P::GROUPS % 4 != 0 && 4 * (s * W + warp) + q >= P::GROUPS) sa = sb = 0;  // past the row: 0 times anything finite
+          const u32 a_words[4] = {wa.x, wa.y, wa.z, wa.w}, b_words[4] = {wb.x, wb.y, wb.z, wb.w};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            u32 ua[4], ub[4];
+            unpack(a_words[j], ua);
+            unpack(b_words[j], ub);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const u32 a[4] = {scaled(ua[2 * i], sa), scaled(ub[2 * i], sb), scaled(ua[2 * i + 1], sa), scaled(ub[2 * i + 1], sb)};
+#pragma unroll
+              for (int n = 0; n < NT; ++n) multiply(c[n][i], a, b[s][n][4 * j + 2 * i], b[s][n][4 * j + 2 * i + 1]);
+            }
+          }
+        }
+      }
+      if (!waited) {
+        barrier_wait(sums_empty + 8 * sums.slot, sums.parity ^ 1);
+        waited = true;
+      }
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const u32 at = shared + AT_PARTIALS + sums.slot * PARTIAL_SET + (tile * NT + n) * PARTIAL + warp * 512 + lane * 16;
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(c[n][0][0] + c[n][1][0]),
+                     "f"(c[n][0][1] + c[n][1][1]), "f"(c[n][0][2] + c[n][1][2]), "f"(c[n][0][3] + c[n][1][3])
+                     : "memory");
+      }
+    }
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(empty + 8 * turn.slot);
+      barrier_arrive(sums_full + 8 * sums.slot);
+    }
+  }
+}
+
+// ---- epilogue
+
+template <class P>
+__device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, int warp, u32 shared, u32 sums_full,
+                                            u32 sums_empty, Turn& sums, u32& turn) {
+  const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
+  const Operand& bias = P::PAIRS ? p.b13 : p.b2;
+  for (Walk<P> walk(routes.blocks); walk.next(); sums.advance(PARTIALS)) {
+    const bool mine = turn == warp;
+    turn = turn + 1 == EPILOGUE ? 0 : turn + 1;
+    if (!mine) continue;
+    const int expert = routes.expert[walk.block], first = routes.first[walk.block], count = routes.count[walk.block];
+    const int tiles = (walk.count + (P::PAIRS ? 8 : 16) - 1) / (P::PAIRS ? 8 : 16);
+    for (int tile = 0; tile < tiles; ++tile) {
+      // Units of this lane's two fragment rows, and their biases.
+      int unit[2];
+      float add[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        unit[half] = P::PAIRS ? 8 * tile + g : 16 * tile + 8 * half + g;
+        if (bias.present() && unit[half] < walk.count) {
+          const int at = walk.first + unit[half];
+          if (!P::PAIRS) {
+            add[half] = load_float(bias.expert(expert), at, p.b2_dtype);
+          } else {
+            const int row = MXK_INTERLEAVED ? 2 * at + half : at + (half ? p.up_row : p.gate_row);
+            add[half] = load_float(bias.expert(expert + (half ? p.up_expert : 0)), row, p.b13_dtype);
+          }
+        }
+      }
+      if (tile == 0) barrier_wait(sums_full + 8 * sums.slot, sums.parity);
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        if (8 * n >= count) break;
+        const u32 at = shared + AT_PARTIALS + sums.slot * PARTIAL_SET + (tile * NT + n) * PARTIAL + lane * 16;
+        float c[4] = {};
+#pragma unroll
+        for (int w = 0; w < W; ++w) {
+          const uint4 v = load_shared_16(at + w * 512);
+          c[0] += __uint_as_float(v.x), c[1] += __uint_as_float(v.y), c[2] += __uint_as_float(v.z), c[3] += __uint_as_float(v.w);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int column = 8 * n + 2 * q + i;
+          if (column >= count) break;
+          const int route = routes.route[first + column];
+          const float low = c[i] + add[0], high = c[2 + i] + add[1];
+          if constexpr (P::PAIRS) {
+            if (unit[0] < walk.count)
+              reinterpret_cast<u16*>(p.h)[static_cast<i64>(route) * I + walk.first + unit[0]] =
+                  static_cast<u16>(pack_bf16x2(activate(low, high, p.activation, p.alpha, p.limit), 0.0f));
+          } else {
+            const float weight =
+                load_float(p.router, route / TOP_K * p.router_stride[0] + route % TOP_K * p.router_stride[1], p.router_dtype);
+            const i64 to = static_cast<i64>(route) * K + walk.first;
+            if constexpr (MXK_PER_ROUTE) {
+              u16* out = reinterpret_cast<u16*>(p.out);
+              if (unit[0] < walk.count) out[to + unit[0]] = static_cast<u16>(pack_bf16x2(low * weight, 0.0f));
+              if (unit[1] < walk.count) out[to + unit[1]] = static_cast<u16>(pack_bf16x2(high * weight, 0.0f));
+            } else {
+              float* y = reinterpret_cast<float*>(p.y);
+              if (unit[0] < walk.count) y[to + unit[0]] = low * weight;
+              if (unit[1] < walk.count) y[to + unit[1]] = high * weight;
+            }
+          }
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(sums_empty + 8 * sums.slot);
+  }
+}
+
+// ---- routes to tokens
+
+__device__ __forceinline__ void sum_slots(const Decode& p, const Routes& routes, u32 thread, u32 threads) {
+  const u32 chunks = p.tokens * (K / 4);
+  for (u32 i = blockIdx.x * threads + thread; i < chunks; i += gridDim.x * threads) {
+    const int token = i / (K / 4), at = i % (K / 4) * 4;
+    uint4 v[TOP_K];
+#pragma unroll
+    for (int s = 0; s < TOP_K; ++s) {
+      const int route = token * TOP_K + s;
+      v[s] = make_uint4(0, 0, 0, 0);
+      if (routes.expert_of[route] != NOT_HERE) v[s] = load_l2(p.y + (static_cast<i64>(route) * K + at) * 4);
+    }
+    float sum[4] = {};
+#pragma unroll
+    for (int s = 0; s < TOP_K; ++s) {
+      sum[0] += __uint_as_float(v[s].x), sum[1] += __uint_as_float(v[s].y);
+      sum[2] += __uint_as_float(v[s].z), sum[3] += __uint_as_float(v[s].w);
+    }
+    reinterpret_cast<uint2*>(p.out)[i] = make_uint2(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]));
+  }
+}
+
+// Rows of routes that go to no expert here.
+__device__ __forceinline__ void clear_absent(const Decode& p, const Routes& routes, u32 thread, u32 threads) {
+  for (int r = blockIdx.x; r < p.tokens * TOP_K; r += gridDim.x) {
+    if (routes.expert_of[r] != NOT_HERE) continue;
+    for (u32 i = thread; i < K / 4; i += threads)
+      reinterpret_cast<uint2*>(p.out)[static_cast<i64>(r) * (K / 4) + i] = make_uint2(0, 0);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid_constant__ Decode p) {
+  extern __shared__ __align__(128) u8 memory[];
+  const u32 shared = shared_address(memory);
+  const u32 full = shared + AT_BARRIERS, empty = full + 8 * STAGES;
+  const u32 sums_full = empty + 8 * STAGES, sums_empty = sums_full + 8 * PARTIALS;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, W);
+    for (int i = 0; i < PARTIALS; ++i) barrier_init(sums_full + 8 * i, W), barrier_init(sums_empty + 8 * i, 1);
+    barrier_init_fence();
+  }
+  GridBarrier rows_ready(p.counters), routes_ready(p.counters + 32);
+  const Routes routes = sort_routes(p, memory);
+  const int warp = threadIdx.x >> 5;
+  if (warp < HELPERS) {
+    give_registers<HELPER_REGISTERS>();
+    if (warp == 0) {
+      Turn turn;
+      const u64 policy = evict_first();
+      copy_rows<GateUp>(p, routes, shared, full, empty, turn, policy);
+      copy_rows<Down>(p, routes, shared, full, empty, turn, policy);
+    } else {
+      Turn sums;
+      u32 turn = 0;
+      finish_rows<GateUp>(p, routes, warp - 1, shared, sums_full, sums_empty, sums, turn);
+      __threadfence();
+      asm volatile("bar.sync 1, %0;" ::"n"(EPILOGUE * 32) : "memory");
+      if (threadIdx.x == 32) rows_ready.arrive();
+      finish_rows<Down>(p, routes, warp - 1, shared, sums_full, sums_empty, sums, turn);
+      __threadfence();
+      asm volatile("bar.sync 1, %0;" ::"n"(EPILOGUE * 32) : "memory");
+      if (threadIdx.x == 32) routes_ready.arrive();
+    }
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    Turn turn, sums;
+    if (MXK_PER_ROUTE) clear_absent(p, routes, threadIdx.x - HELPERS * 32, W * 32);
+    multiply_rows<GateUp>(p, routes, warp - HELPERS, shared, full, empty, sums_full, sums_empty, turn, sums);
+    rows_ready.wait();
+    multiply_rows<Down>(p, routes, warp - HELPERS, shared, full, empty, sums_full, sums_empty, turn, sums);
+    if (!MXK_PER_ROUTE) {
+      routes_ready.wait();
+      sum_slots(p, routes, threadIdx.x - HELPERS * 32, W * 32);
+    }
+  }
+}
