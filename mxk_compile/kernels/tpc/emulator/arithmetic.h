@@ -6,35 +6,56 @@ enum { SW_NO_NEG = 0, SW_NEG = 2, SW_RHNE = 0 << 16, SW_RZ = 1 << 16, SW_RU = 2 
 
 namespace tpc_emulator {
 
-using Floats = float64::lanes;
-using Words = uint64::lanes;
-using Ints = int64::lanes;
+using Floats = Lanes<float>;
+using Words = Lanes<uint32_t>;
 
 template <class V> TPC_INLINE V chosen(const V &result, const V &income, bool on) { return on ? result : income; }
 
 // Lanes 2i and 2i + 1 of 128 bf16 as 64 fp32: the order of every 16 -> 32 bit operation (getSwizzleSourceIx).
-TPC_INLINE Floats even(const bfloat128 &v) { return (Floats)((Words)v.d << 16); }
-TPC_INLINE Floats odd(const bfloat128 &v) { return (Floats)((Words)v.d & 0xffff0000u); }
+TPC_INLINE Floats even(const bfloat128 &v) { return as<float>(as<uint32_t>(v.d) << 16u); }
+TPC_INLINE Floats odd(const bfloat128 &v) { return as<float>(as<uint32_t>(v.d) & 0xffff0000u); }
 
 // bf16 bits of 64 fp32 in the upper halves; the lower halves are 0.
-TPC_INLINE Words rounded(Floats v) {
-    const Words u = (Words)v;
-    const Words nearest = u + 0x7fffu + ((u >> 16) & 1u);
-    const Words quiet_nan = u | 0x400000u;
-    return ((u & 0x7fffffffu) > 0x7f800000u ? quiet_nan : nearest) & 0xffff0000u;
+TPC_INLINE Words rounded(const Floats &v) {
+    return map<uint32_t>(
+        [](auto u) {
+            const Words::Piece nearest = u + 0x7fffu + ((u >> 16) & 1u), quiet_nan = u | 0x400000u;
+            return ((u & 0x7fffffffu) > 0x7f800000u ? quiet_nan : nearest) & 0xffff0000u;
+        },
+        as<uint32_t>(v));
 }
-TPC_INLINE bfloat128 joined(Words even, Words odd) { return bfloat128::of((bfloat128::lanes)(even >> 16 | odd)); }
+TPC_INLINE bfloat128 joined(const Words &even, const Words &odd) {
+    return bfloat128::of(as<uint16_t>(even >> 16u | odd));
+}
 
-TPC_INLINE Floats fused(Floats a, Floats b, Floats c) {
-    __attribute__((uninitialized)) Floats r;
-    for (int i = 0; i < 64; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return r;
+TPC_INLINE Floats fused(const Floats &a, const Floats &b, const Floats &c) {
+    return map<float>(
+        [](auto x, auto y, auto z) {
+#if defined(__AVX512F__)
+            return (Floats::Piece)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#else
+            for (int i = 0; i < piece_bytes / 4; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+            return z;
+#endif
+        },
+        a, b, c);
+}
+TPC_INLINE Floats negative(const Floats &v) {
+    return map<float>([](auto x) { return -x; }, v);
+}
+
+// Where an operand is NaN: the second.
+template <class R> TPC_INLINE Lanes<R> larger(const Lanes<R> &a, const Lanes<R> &b) {
+    return map<R>([](auto x, auto y) { return x > y ? x : y; }, a, b);
+}
+template <class R> TPC_INLINE Lanes<R> smaller(const Lanes<R> &a, const Lanes<R> &b) {
+    return map<R>([](auto x, auto y) { return x < y ? x : y; }, a, b);
 }
 
 constexpr uint32_t min_chain = 16;
 
 // The accumulator of a MAC, with its history: VPU cycles per MAC must stay above the latency of 4 (latencies.cpp).
-TPC_INLINE float64 accumulated(Floats value, const float64 &previous) {
+TPC_INLINE float64 accumulated(const Floats &value, const float64 &previous) {
     float64 r = float64::of(value);
     if (state.region != Region::chunk) return r;
     r.macs = previous.macs + 1;
@@ -48,10 +69,7 @@ TPC_INLINE float64 accumulated(Floats value, const float64 &previous) {
 
 template <class V> TPC_INLINE void shift_counts(const V &b, const char *name) {
     constexpr int bits = 8 * sizeof(typename V::raw);
-    if (__builtin_constant_p(b.d[0]) && b.d[0] >= 0 && b.d[0] < bits) return;
-    typename V::raw outside = 0;
-    for (int i = 0; i < V::size; i++) outside |= b.d[i] & ~(bits - 1);
-    if (__builtin_expect(outside != 0, 0)) fail("%s: shift count outside 0..%d", name, bits - 1);
+    if (__builtin_expect(any_bits(b.d & typename V::raw(~(bits - 1))), 0)) fail("%s: shift count outside 0..%d", name, bits - 1);
 }
 
 } // namespace tpc_emulator
@@ -65,30 +83,30 @@ template <class V> TPC_INLINE void shift_counts(const V &b, const char *name) {
         count(op_##OPERATION);                                                                                \
         return chosen(V(EXPRESSION), income, predicate != polarity);                                          \
     }
-#define TPC_LANES(V, EXPRESSION) V::of((V::lanes)(EXPRESSION))
+#define TPC_LANES(V, EXPRESSION) V::of(tpc_emulator::as<V::raw>(EXPRESSION))
 #define TPC_SHIFT(P, V, B, NAME, SYMBOL)                                                                      \
     TPC_BINARY(P, V, B, NAME, shift,                                                                          \
-               (shift_counts(b, "v_" #P "_" #NAME "_b"), TPC_LANES(V, a.d SYMBOL (V::lanes)b.d)))
+               (shift_counts(b, "v_" #P "_" #NAME "_b"), TPC_LANES(V, a.d SYMBOL as<V::raw>(b.d))))
 #define TPC_INTEGER(P, V, B)                                                                                  \
     TPC_BINARY(P, V, V, and, logic, TPC_LANES(V, a.d & b.d)) TPC_BINARY(P, V, V, or, logic, TPC_LANES(V, a.d | b.d)) \
     TPC_BINARY(P, V, V, xor, logic, TPC_LANES(V, a.d ^ b.d)) TPC_BINARY(P, V, V, add, add, TPC_LANES(V, a.d + b.d)) \
-    TPC_BINARY(P, V, V, sub, sub, TPC_LANES(V, a.d - b.d)) TPC_BINARY(P, V, V, max, max, TPC_LANES(V, a.d > b.d ? a.d : b.d)) \
-    TPC_BINARY(P, V, V, min, min, TPC_LANES(V, a.d < b.d ? a.d : b.d))                                        \
+    TPC_BINARY(P, V, V, sub, sub, TPC_LANES(V, a.d - b.d)) TPC_BINARY(P, V, V, max, max, TPC_LANES(V, larger(a.d, b.d))) \
+    TPC_BINARY(P, V, V, min, min, TPC_LANES(V, smaller(a.d, b.d)))                                        \
     TPC_SHIFT(P, V, B, shl, <<) TPC_SHIFT(P, V, B, shr, >>)
 TPC_INTEGER(u32, uint64, int64) TPC_INTEGER(i32, int64, int64) TPC_INTEGER(u16, ushort128, short128)
 TPC_INTEGER(i16, short128, short128) TPC_INTEGER(u8, uchar256, char256) TPC_INTEGER(i8, char256, char256)
 
-#define TPC_BITS(P, V, WORDS)                                                                                 \
-    TPC_BINARY(P, V, V, and, logic, TPC_LANES(V, (WORDS)a.d & (WORDS)b.d))                                    \
-    TPC_BINARY(P, V, V, or, logic, TPC_LANES(V, (WORDS)a.d | (WORDS)b.d))                                     \
-    TPC_BINARY(P, V, V, xor, logic, TPC_LANES(V, (WORDS)a.d ^ (WORDS)b.d))
-TPC_BITS(f32, float64, Words) TPC_BITS(bf16, bfloat128, ushort128::lanes)
+#define TPC_BITS(P, V)                                                                                 \
+    TPC_BINARY(P, V, V, and, logic, TPC_LANES(V, as<uint32_t>(a.d) & as<uint32_t>(b.d)))                                    \
+    TPC_BINARY(P, V, V, or, logic, TPC_LANES(V, as<uint32_t>(a.d) | as<uint32_t>(b.d)))                                     \
+    TPC_BINARY(P, V, V, xor, logic, TPC_LANES(V, as<uint32_t>(a.d) ^ as<uint32_t>(b.d)))
+TPC_BITS(f32, float64) TPC_BITS(bf16, bfloat128)
 
 TPC_BINARY(f32, float64, float64, add, add, TPC_LANES(float64, a.d + b.d))
 TPC_BINARY(f32, float64, float64, sub, sub, TPC_LANES(float64, a.d - b.d))
 TPC_BINARY(f32, float64, float64, mul, mul, TPC_LANES(float64, a.d * b.d))
-TPC_BINARY(f32, float64, float64, max, max, TPC_LANES(float64, a.d > b.d ? a.d : b.d))
-TPC_BINARY(f32, float64, float64, min, min, TPC_LANES(float64, a.d < b.d ? a.d : b.d))
+TPC_BINARY(f32, float64, float64, max, max, TPC_LANES(float64, larger(a.d, b.d)))
+TPC_BINARY(f32, float64, float64, min, min, TPC_LANES(float64, smaller(a.d, b.d)))
 TPC_BINARY(bf16, bfloat128, bfloat128, add, add, joined(rounded(even(a) + even(b)), rounded(odd(a) + odd(b))))
 TPC_BINARY(bf16, bfloat128, bfloat128, sub, sub, joined(rounded(even(a) - even(b)), rounded(odd(a) - odd(b))))
 TPC_BINARY(bf16, bfloat128, bfloat128, mul, mul, joined(rounded(even(a) * even(b)), rounded(odd(a) * odd(b))))
@@ -101,7 +119,8 @@ TPC_BINARY(bf16, bfloat128, bfloat128, mul, mul, joined(rounded(even(a) * even(b
         no_switches(switches, 0, "v_" #P "_sel_" #NAME "_" #Q "_b");                                          \
         written("v_" #P "_sel_" #NAME "_" #Q "_b", a, b, c, d);                                               \
         count(op_select);                                                                                     \
-        return chosen(V::of(a.d SYMBOL b.d ? c.d : d.d), income, predicate != polarity);                      \
+        return chosen(V::of(map<V::raw>(                                                               \
+                          [](auto x, auto y, auto p, auto q) { return x SYMBOL y ? p : q; }, a.d, b.d, c.d, d.d)), income, predicate != polarity);                      \
     }
 #define TPC_SELECTS(P, V, Q, C)                                                                               \
     TPC_SELECT(eq, ==, P, V, Q, C) TPC_SELECT(neq, !=, P, V, Q, C) TPC_SELECT(less, <, P, V, Q, C)            \
@@ -122,29 +141,30 @@ TPC_SELECTS(u8, uchar256, u8, uchar256)
     }
 namespace tpc_emulator {
 template <class F> TPC_INLINE float64 mapped(const float64 &a, F function) {
-    __attribute__((uninitialized)) Floats r;
-    for (int i = 0; i < 64; i++) r[i] = function(a.d[i]);
+    Floats r = a.d;
+    for (int i = 0; i < 64; i++) r.memory()[i] = function(r.memory()[i]);
     return float64::of(r);
 }
 TPC_INLINE int64 to_integers(const float64 &a, int switches) { // saturating, NaN to 0
-    Ints r;
+    int64 r = 0;
     for (int i = 0; i < 64; i++) {
-        const float x = switches & SW_RD & SW_RZ && (switches & SW_RU) ? std::floor(a.d[i])
-                        : switches & SW_RZ                             ? std::trunc(a.d[i])
-                        : switches & SW_RU                             ? std::ceil(a.d[i])
-                                                                       : std::nearbyint(a.d[i]);
-        r[i] = x >= 2147483648.0f ? INT32_MAX : x <= -2147483648.0f ? INT32_MIN : x == x ? int(x) : 0;
+        const float given = a.d.memory()[i];
+        const float x = switches & SW_RD & SW_RZ && (switches & SW_RU) ? std::floor(given)
+                        : switches & SW_RZ                             ? std::trunc(given)
+                        : switches & SW_RU                             ? std::ceil(given)
+                                                                       : std::nearbyint(given);
+        r.d.memory()[i] = x >= 2147483648.0f ? INT32_MAX : x <= -2147483648.0f ? INT32_MIN : x == x ? int(x) : 0;
     }
-    return int64::of(r);
+    return r;
 }
 } // namespace tpc_emulator
 TPC_UNARY(v_f32_mov_b, float64, float64, mov, 0, a) TPC_UNARY(v_bf16_mov_b, bfloat128, bfloat128, mov, 0, a)
 TPC_UNARY(v_u32_mov_b, uint64, uint64, mov, 0, a) TPC_UNARY(v_u16_mov_b, ushort128, ushort128, mov, 0, a)
 TPC_UNARY(v_u8_mov_b, uchar256, uchar256, mov, 0, a) TPC_UNARY(v_i32_mov_b, int64, int64, mov, 0, a)
-TPC_UNARY(v_f32_abs_b, float64, float64, abs, 0, TPC_LANES(float64, (Words)a.d & 0x7fffffffu))
+TPC_UNARY(v_f32_abs_b, float64, float64, abs, 0, TPC_LANES(float64, as<uint32_t>(a.d) & 0x7fffffffu))
 TPC_UNARY(v_f32_nearbyint_b, float64, float64, nearbyint, 0, mapped(a, [](float x) { return std::nearbyint(x); }))
 TPC_UNARY(v_convert_f32_to_i32_b, int64, float64, convert, SW_RD, to_integers(a, switches))
-TPC_UNARY(v_convert_i32_to_f32_b, float64, int64, convert, 0, TPC_LANES(float64, __builtin_convertvector(a.d, Floats)))
+TPC_UNARY(v_convert_i32_to_f32_b, float64, int64, convert, 0, float64::of(map<float>([](auto x) { return __builtin_convertvector(x, Floats::Piece); }, a.d)))
 
 // ---- multiply-accumulate; 16 -> 32 bits: v1 = even lanes, v2 = odd lanes ----------------------------------------------
 TPC_INLINE float64 v_f32_mac_b(float64 a, float64 b, float64 accumulator, int switches = 0, bool predicate = 1, bool polarity = 0) {
@@ -153,7 +173,7 @@ TPC_INLINE float64 v_f32_mac_b(float64 a, float64 b, float64 accumulator, int sw
     written("v_f32_mac_b", a, b, accumulator);
     count(op_mac);
     if (predicate == polarity) return accumulator;
-    return accumulated(fused(switches & SW_NEG ? -a.d : a.d, b.d, accumulator.d), accumulator);
+    return accumulated(fused(switches & SW_NEG ? negative(a.d) : a.d, b.d, accumulator.d), accumulator);
 }
 TPC_INLINE float128 v_bf16_mac_acc32_b(bfloat128 a, bfloat128 b, float128 accumulator, int switches = 0, bool predicate = 1,
                                        bool polarity = 0) {
@@ -163,8 +183,8 @@ TPC_INLINE float128 v_bf16_mac_acc32_b(bfloat128 a, bfloat128 b, float128 accumu
     count(op_mac_acc32);
     if (predicate == polarity) return accumulator;
     const bool negated = switches & SW_NEG;
-    return {accumulated(fused(negated ? -even(a) : even(a), even(b), accumulator.v1.d), accumulator.v1),
-            float64::of(fused(negated ? -odd(a) : odd(a), odd(b), accumulator.v2.d))};
+    return {accumulated(fused(negated ? negative(even(a)) : even(a), even(b), accumulator.v1.d), accumulator.v1),
+            float64::of(fused(negated ? negative(odd(a)) : odd(a), odd(b), accumulator.v2.d))};
 }
 TPC_INLINE float128 v_bf16_mul_acc32_b(bfloat128 a, bfloat128 b, int switches = 0,
                                        float128 income = {tpc_emulator::Unset(), tpc_emulator::Unset()}, bool predicate = 1,

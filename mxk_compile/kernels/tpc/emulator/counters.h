@@ -9,6 +9,7 @@
 #include <initializer_list>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #define TPC_INLINE __attribute__((always_inline)) inline
 

@@ -12,77 +12,88 @@ enum {
 
 namespace tpc_emulator {
 
-template <class V> TPC_INLINE const uint8_t *bytes_of(const V &v) { return reinterpret_cast<const uint8_t *>(&v.d); }
-template <class V> TPC_INLINE uint8_t *bytes_of(V &v) { return reinterpret_cast<uint8_t *>(&v.d); }
+using Bytes = Lanes<uint8_t>;
 
 // Output dual group g takes bytes of input dual group source[g], where its group is enabled and the mask has the byte.
 template <class V>
 TPC_INLINE V dual_groups_moved(const V &a, uint32_t mask, const int (&source)[4], const int (&enabled)[4], const V &income) {
+    using Raw = typename V::raw;
     for (int g : source) {
         if (g < 0 || g > 3) fail("mov_dual_group: dual group %d", g);
     }
     const bool whole = mask == 0xffffffffu && (enabled[0] & enabled[1] & enabled[2] & enabled[3]) == 3;
-    __attribute__((uninitialized)) V r;
     if (whole) {
-        r = V::of(a.d);
-        for (int g = 0; g < 4; g++) memcpy(bytes_of(r) + 64 * g, bytes_of(a) + 64 * source[g], 64);
-        return r;
+        constexpr int n = 64 / piece_bytes;
+        Lanes<Raw> r;
+        for (int g = 0; g < 4; g++) {
+            for (int i = 0; i < n; i++) r.p[n * g + i] = a.d.p[n * source[g] + i];
+        }
+        return V::of(r);
     }
     written("mov_dual_group income", income);
-    r = income;
-    for (int g = 0; g < 4; g++) {
-        for (int k = 0; k < 64; k++) {
-            if ((enabled[g] >> (k / 32) & 1) && (mask >> (k % 32) & 1)) {
-                bytes_of(r)[64 * g + k] = bytes_of(a)[64 * source[g] + k];
-            }
-        }
+    const Bytes from = as<uint8_t>(a.d);
+    Bytes r = as<uint8_t>(income.d);
+    for (int i = 0; i < 256; i++) {
+        const int g = i / 64, group = i % 64 / 32;
+        if ((enabled[g] >> group & 1) && (mask >> (i % 32) & 1)) r.memory()[i] = from.memory()[64 * source[g] + i % 64];
     }
+    return V::of(as<Raw>(r));
+}
+
+// Byte i of a vector & mask.
+TPC_INLINE Bytes lane_bytes(int mask) {
+    Bytes r;
+    for (int i = 0; i < 256; i++) r.memory()[i] = uint8_t(i & mask);
     return r;
 }
 
+// Bytes of source picked by index (0..63) inside each dual group.
+TPC_INLINE Bytes picked(const Bytes &source, const Bytes &index) {
+    if constexpr (piece_bytes == 64) {
+        return map<uint8_t>([](auto s, auto i) { return __builtin_shuffle(s, i); }, source, index);
+    }
+    Bytes r;
+    for (int i = 0; i < 256; i++) r.memory()[i] = source.memory()[i / 64 * 64 + index.memory()[i]];
+    return r;
+}
+
+// The two groups of each dual group swapped, where dual group, group and mask are enabled.
 template <class V> TPC_INLINE V groups_swapped(const V &a, uint32_t mask, int switches, const V &income) {
-    V r = income;
-    bool whole = true;
+    using Raw = typename V::raw;
+    const Bytes from = as<uint8_t>(a.d);
+    if (mask == 0xffffffffu && switches == 63) return V::of(as<Raw>(picked(from, lane_bytes(63) ^ uint8_t(32))));
+    written("mov_group income", income);
+    Bytes r = as<uint8_t>(income.d);
     for (int i = 0; i < 256; i++) {
         const int g = i / 64, group = i % 64 / 32;
-        if ((switches >> (2 + g) & 1) && (switches >> group & 1) && (mask >> (i % 32) & 1)) bytes_of(r)[i] = bytes_of(a)[i ^ 32];
-        else whole = false;
+        if ((switches >> (2 + g) & 1) && (switches >> group & 1) && (mask >> (i % 32) & 1)) r.memory()[i] = from.memory()[i ^ 32];
     }
-    if (!whole) written("mov_group income", income);
-    r.unset = 0;
-    return r;
+    return V::of(as<Raw>(r));
 }
 
 // Control byte of an element: bits 0..4 source element, 5 source group, 7 enable; equal in all bytes of the element.
 template <class V> TPC_INLINE V shuffled(const char *name, const V &a, const uchar256 &control, const V &income) {
     constexpr int bytes = sizeof(typename V::raw);
-    typedef uint8_t Dual __attribute__((vector_size(64), aligned(1)));
-    __attribute__((uninitialized)) V r;
-    uint8_t uneven = 0, beyond = 0, disabled = 0;
-    for (int g = 0; g < 4; g++) {
-        Dual c, source, previous;
-        memcpy(&c, bytes_of(control) + 64 * g, 64);
-        memcpy(&source, bytes_of(a) + 64 * g, 64);
-        memcpy(&previous, bytes_of(income) + 64 * g, 64);
-        Dual within{};
-        for (int i = 0; i < 64; i++) {
-            uneven |= uint8_t(c[i] ^ c[i - i % bytes]);
-            beyond |= uint8_t((c[i] & 0x80) && (c[i] & 31) >= 32 / bytes);
-            disabled |= uint8_t(~c[i] & 0x80);
-            within[i] = uint8_t(i % bytes);
+    using Raw = typename V::raw;
+    using Piece = Bytes::Piece;
+    const Bytes &c = control.d;
+    if constexpr (bytes > 1) {
+        // Every element against its lowest byte, repeated.
+        const auto element = as<std::make_unsigned_t<std::conditional_t<bytes == 2, int16_t, int32_t>>>(c);
+        using Word = std::decay_t<decltype(element.p[0][0])>;
+        const auto even = map<Word>([](auto e) { return (e & Word(0xff)) * Word(0x01010101u); }, element);
+        if (__builtin_expect(any_bits(even ^ element), 0)) {
+            fail("%s: control bytes of one element differ; index, 0x20 and 0x80 must be set in every byte", name);
         }
-        const Dual index = (c & 32) + (c & 31) * uint8_t(bytes) + within;
-        const Dual moved = __builtin_shuffle(source, index & 63);
-        const Dual result = (c & 0x80) != 0 ? moved : previous;
-        memcpy(bytes_of(r) + 64 * g, &result, 64);
     }
-    if (__builtin_expect(uneven, 0)) fail("%s: control bytes of one element differ (0x%02x); set all of them", name, uneven);
-    if (__builtin_expect(beyond, 0)) fail("%s: source element beyond the group", name);
-    if (disabled) written(name, income);
-    r.unset = 0;
-    r.macs = 0;
-    r.first_mac = 0;
-    return r;
+    const Bytes enabled = map<uint8_t>([](auto x) { return (Piece)((Lanes<int8_t>::Piece)x >> 7); }, c);
+    const uint8_t beyond = uint8_t(31 & ~(32 / bytes - 1));
+    if (__builtin_expect(any_bits(c & enabled & beyond), 0)) fail("%s: source element beyond the group", name);
+    if (any_bits(enabled ^ uint8_t(0xff))) written(name, income);
+    const Bytes within = lane_bytes(bytes - 1);
+    const Bytes index = map<uint8_t>([](auto x, auto w) { return (x & 32) + (x & 31) * uint8_t(bytes) + w; }, c, within) & uint8_t(63);
+    const Bytes moved = picked(as<uint8_t>(a.d), index);
+    return V::of(as<Raw>((moved & enabled) | (as<uint8_t>(income.d) & (enabled ^ uint8_t(0xff)))));
 }
 
 } // namespace tpc_emulator
@@ -92,7 +103,7 @@ template <class V> TPC_INLINE V shuffled(const char *name, const V &a, const uch
         tpc_emulator::count(tpc_emulator::op_lane_id);                                                        \
         if (predicate == polarity) return income;                                                             \
         V r = 0;                                                                                              \
-        for (int i = 0; i < V::size; i++) r.d[i] = V::element(i);                                             \
+        for (int i = 0; i < V::size; i++) r.d.memory()[i] = V::element(i);                                             \
         return r;                                                                                             \
     }
 TPC_LANE_ID(read_lane_id_4b_b, uint64) TPC_LANE_ID(read_lane_id_2b_b, ushort128) TPC_LANE_ID(read_lane_id_1b_b, uchar256)

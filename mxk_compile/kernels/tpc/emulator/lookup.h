@@ -16,11 +16,11 @@ namespace tpc_emulator {
 
 struct Tables {
     static constexpr int formats = 3;
-    uint16_t nibble[formats][32];    // 16 entries; twice, so that it fills a 32-lane shuffle
+    uint16_t nibble[formats][128];   // 16 entries, repeated over a vector
     uint32_t pair[formats][256];     // low half: low nibble
     Tables() {
         const float magnitude[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6}; // E2M1, OCP MX v1.0 section 5.3.3
-        for (int i = 0; i < 32; i++) {
+        for (int i = 0; i < 128; i++) {
             const int code = i % 16;
             nibble[0][i] = uint16_t(bf16(magnitude[code % 8]).bits | (code & 8) << 12);
             nibble[1][i] = bf16(float(code - 8)).bits;
@@ -46,9 +46,7 @@ TPC_INLINE void check_lookup(const char *name, int switches, int index, int form
     if (!(switches & SW_BV16)) fail("%s: this form needs SW_BV16", name);
     if (index < 0 || index >= Tables::formats) fail("%s: no table of function id %d", name, index + formats_from);
     written(name, a);
-    uint16_t beyond = 0;
-    for (int i = 0; i < 128; i++) beyond |= a.d[i];
-    if (__builtin_expect(beyond >= entries, 0)) fail("%s: index of at least %d in a table of %d", name, entries, entries);
+    if (__builtin_expect(any_bits(a.d & uint16_t(~(entries - 1))), 0)) fail("%s: index of at least %d in a table of %d", name, entries, entries);
 }
 
 } // namespace tpc_emulator
@@ -59,17 +57,13 @@ TPC_INLINE bfloat128 v_bf16_lookup_1c(ushort128 a, int fid, int switches, bfloat
     count(op_lookup_1c);
     if (predicate == polarity) return income;
     use_table(fid - MXK_FID_E2M1, 32);
-    typedef uint16_t Piece __attribute__((vector_size(64), aligned(2)));
-    __attribute__((uninitialized)) bfloat128::lanes r;
-    Piece table;
-    memcpy(&table, tables.nibble[fid - MXK_FID_E2M1], 64);
-    for (int i = 0; i < 4; i++) {
-        Piece index;
-        memcpy(&index, reinterpret_cast<const char *>(&a.d) + 64 * i, 64);
-        const Piece value = __builtin_shuffle(table, index);
-        memcpy(reinterpret_cast<char *>(&r) + 64 * i, &value, 64);
+    const Lanes<uint16_t> table = load_lanes<uint16_t>(tables.nibble[fid - MXK_FID_E2M1]);
+    if constexpr (piece_bytes >= 32) { // 16 entries in a register
+        return bfloat128::of(map<uint16_t>([&](auto index) { return __builtin_shuffle(table.p[0], index); }, a.d));
     }
-    return bfloat128::of(r);
+    bfloat128 r = 0.0f;
+    for (int i = 0; i < 128; i++) r.d.memory()[i] = table.memory()[a.d.memory()[i]];
+    return r;
 }
 
 TPC_INLINE bfloat256 v_bf16_lookup_2c(ushort128 a, int fid, int switches, bfloat256 income, bool predicate = 1, bool polarity = 0) {
@@ -79,11 +73,12 @@ TPC_INLINE bfloat256 v_bf16_lookup_2c(ushort128 a, int fid, int switches, bfloat
     if (predicate == polarity) return income;
     use_table(Tables::formats + fid - MXK_FID_E2M1_PAIR, 256);
     const uint32_t *table = tables.pair[fid - MXK_FID_E2M1_PAIR];
-    __attribute__((uninitialized)) bfloat128::lanes low, high;
+    const uint16_t *index = a.d.memory();
+    alignas(64) uint16_t low[128], high[128];
     for (int i = 0; i < 128; i++) {
-        const uint32_t both = table[a.d[i]];
+        const uint32_t both = table[index[i]];
         low[i] = uint16_t(both);
         high[i] = uint16_t(both >> 16);
     }
-    return {bfloat128::of(low), bfloat128::of(high)};
+    return {bfloat128::of(load_lanes<uint16_t>(low)), bfloat128::of(load_lanes<uint16_t>(high))};
 }

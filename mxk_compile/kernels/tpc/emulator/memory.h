@@ -32,6 +32,14 @@ TPC_INLINE int64_t locate(const char *name, int id, const int5 &at, int element_
     return offset;
 }
 
+__attribute__((cold, noinline)) static const uint8_t *with_padding(uint8_t *padded, const uint8_t *from, int64_t bytes,
+                                                                   int64_t lanes) {
+    memset(padded, 0, 256);
+    if (bytes) memcpy(padded, from, bytes);
+    state.totals.padded_lanes += lanes;
+    return padded;
+}
+
 template <class T, int N>
 TPC_INLINE Vector<T, N> load(const char *name, const int5 &at, int id, int switches, const Vector<T, N> &income, bool on) {
     no_switches(switches, SW_L0CS | SW_UNPACK, name);
@@ -43,20 +51,17 @@ TPC_INLINE Vector<T, N> load(const char *name, const int5 &at, int id, int switc
     if (__builtin_expect(t.output(), 0)) fail_at("load without aso from output", id, at);
     if (__builtin_expect(at.d[0] < 0 || at.d[0] >= t.size[0] + 2 * N, 0)) fail_at("load outside", id, at);
     const int64_t inside = std::max<int64_t>(0, std::min<int64_t>(N, t.size[0] - at.d[0]));
-    typename Vector<T, N>::lanes lanes;
-    if (__builtin_expect(inside == N, 1)) {
-        memcpy(&lanes, t.base + offset * sizeof(T), sizeof lanes);
-    } else {
-        lanes = typename Vector<T, N>::lanes{};
-        memcpy(&lanes, t.base + offset * sizeof(T), inside * sizeof(T));
-        state.totals.padded_lanes += N - inside;
-    }
+    using Raw = typename Vector<T, N>::raw;
+    const uint8_t *from = t.base + offset * sizeof(T);
+    alignas(64) uint8_t padded[256];
+    if (__builtin_expect(inside != N, 0)) from = with_padding(padded, from, inside * sizeof(T), (N - inside));
     state.totals.bytes_loaded += inside * sizeof(T);
     if (switches & SW_UNPACK) { // lane 2i = memory i, lane 2i + 1 = memory N/2 + i
-        const auto memory = lanes;
-        for (int i = 0; i < N; i++) lanes[i] = memory[i / 2 + (i % 2) * (N / 2)];
+        Vector<T, N> r = T(0);
+        for (int i = 0; i < N; i++) memcpy(r.d.memory() + i, from + (i / 2 + (i % 2) * (N / 2)) * sizeof(T), sizeof(T));
+        return r;
     }
-    return Vector<T, N>::of(lanes);
+    return Vector<T, N>::of(load_lanes<Raw>(from));
 }
 
 template <class T, int N>
@@ -68,8 +73,7 @@ inline void store(const char *name, const int5 &at, int id, const Vector<T, N> &
     if (at.d[0] < 0 || at.d[0] >= t.size[0]) fail_at("store outside", id, at);
     if (first < 0 || first + lanes > N) fail("%s: lanes %d..%d of %d", name, first, first + lanes - 1, N);
     const int64_t inside = std::min<int64_t>(lanes, t.size[0] - at.d[0]);
-    const uint8_t *source = reinterpret_cast<const uint8_t *>(&value.d) + first * sizeof(T);
-    memcpy(t.base + offset * sizeof(T), source, inside * sizeof(T));
+    memcpy(t.base + offset * sizeof(T), value.d.memory() + first, inside * sizeof(T));
     for (int64_t i = 0; i < inside; i++) {
         uint8_t &owner = t.owner[offset + i];
         if (owner != 255 && owner != state.invocation) fail_at("element written by two invocations in", id, at);
@@ -88,7 +92,7 @@ inline void store_full(const char *name, const int5 &at, int id, Vector<T, N> va
     if (!on) return;
     if (switches & SW_PACK) { // memory d < N/2 = lane 2d, N/2 + d = lane 2d + 1
         const auto lanes = value.d;
-        for (int i = 0; i < N; i++) value.d[i] = lanes[i < N / 2 ? 2 * i : 2 * (i - N / 2) + 1];
+        for (int i = 0; i < N; i++) value.d.memory()[i] = lanes.memory()[i < N / 2 ? 2 * i : 2 * (i - N / 2) + 1];
     }
     store(name, at, id, value, 0, N);
 }

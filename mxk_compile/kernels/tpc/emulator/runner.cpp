@@ -3,7 +3,6 @@
 //   -DMXK_KERNEL_NAME="mxk_w2x"    for error texts
 //   -DMXK_LOCALS="MXK_LOCAL(a)..." its `__local__` variables, found by emulate.py in the preprocessed source
 // State is static: a second thread loads a second copy of the file.
-#include <utility>
 #include "tpc_emulator.h"
 
 #define main mxk_kernel_main

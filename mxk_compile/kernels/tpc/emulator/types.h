@@ -2,6 +2,9 @@
 // while stack and local memory are poisoned) and, as an accumulator, how many MACs it took and when the first was.
 #pragma once
 #include "counters.h"
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 struct bf16 {
     uint16_t bits;
@@ -34,6 +37,71 @@ template <class T> TPC_INLINE storage_t<T> stored(T value) {
     else return value;
 }
 
+// 256 bytes as pieces of one machine register each: g++ keeps them in registers, where it would put a 256-byte vector type
+// on the stack. Everything lane by lane is written over pieces.
+#if defined(__AVX512BW__)
+constexpr int piece_bytes = 64;
+#elif defined(__AVX2__)
+constexpr int piece_bytes = 32;
+#else
+constexpr int piece_bytes = 16;
+#endif
+constexpr int num_pieces = 256 / piece_bytes;
+using PieceNumbers = std::make_index_sequence<num_pieces>;
+
+template <class R> struct alignas(64) Lanes {
+    typedef R Piece __attribute__((vector_size(piece_bytes), aligned(piece_bytes)));
+    Piece p[num_pieces];
+    R *memory() { return reinterpret_cast<R *>(p); }
+    const R *memory() const { return reinterpret_cast<const R *>(p); }
+};
+
+template <class R, class F, size_t... I, class... L>
+TPC_INLINE Lanes<R> map_pieces(std::index_sequence<I...>, F function, const L &...v) {
+    const auto one = [&](auto i) __attribute__((always_inline)) { return function(v.p[i.value]...); };
+    return {{(typename Lanes<R>::Piece)one(std::integral_constant<size_t, I>())...}};
+}
+// function(piece, ...) for each piece of v; the results are lanes of type R.
+template <class R, class F, class... L> TPC_INLINE Lanes<R> map(F function, const L &...v) {
+    return map_pieces<R>(PieceNumbers(), function, v...);
+}
+template <class R, class S> TPC_INLINE Lanes<R> as(const Lanes<S> &v) { // same bits
+    return map<R>([](auto x) { return (typename Lanes<R>::Piece)x; }, v);
+}
+template <class R> TPC_INLINE Lanes<R> broadcast(R value) { // not 0 + value: that would lose the sign of -0.0
+    const typename Lanes<R>::Piece zero{};
+    return map<R>([&](auto) { return value - zero; }, Lanes<R>{});
+}
+template <class R> TPC_INLINE Lanes<R> load_lanes(const void *from) {
+    Lanes<R> r;
+    memcpy(static_cast<void *>(&r), from, sizeof r);
+    return r;
+}
+template <class R, size_t... I> TPC_INLINE bool any_piece(std::index_sequence<I...>, const Lanes<R> &v) {
+    typedef uint64_t Wide __attribute__((vector_size(piece_bytes)));
+    const Wide all = ((Wide)v.p[I] | ...);
+#if defined(__AVX512BW__)
+    return _mm512_test_epi64_mask((__m512i)all, (__m512i)all) != 0;
+#else
+    uint64_t r = 0;
+    for (int i = 0; i < piece_bytes / 8; i++) r |= all[i];
+    return r != 0;
+#endif
+}
+// Whether any bit of any lane is set.
+template <class R> TPC_INLINE bool any_bits(const Lanes<R> &v) { return any_piece(PieceNumbers(), v); }
+
+#define TPC_LANE_OPERATOR(symbol)                                                                             \
+    template <class R> TPC_INLINE Lanes<R> operator symbol(const Lanes<R> &a, const Lanes<R> &b) {            \
+        return map<R>([](auto x, auto y) { return x symbol y; }, a, b);                                       \
+    }                                                                                                         \
+    template <class R> TPC_INLINE Lanes<R> operator symbol(const Lanes<R> &a, R b) {                          \
+        return map<R>([=](auto x) { return x symbol b; }, a);                                                 \
+    }
+TPC_LANE_OPERATOR(+) TPC_LANE_OPERATOR(-) TPC_LANE_OPERATOR(*) TPC_LANE_OPERATOR(&) TPC_LANE_OPERATOR(|)
+TPC_LANE_OPERATOR(^) TPC_LANE_OPERATOR(<<) TPC_LANE_OPERATOR(>>)
+#undef TPC_LANE_OPERATOR
+
 template <class T> struct LaneReference { // lanes can be written; TPC-C reads none back
     storage_t<T> *lane;
     LaneReference &operator=(T value) {
@@ -46,7 +114,7 @@ template <class T> struct LaneReference { // lanes can be written; TPC-C reads n
 template <class T, int N> struct Vector {
     using element = T;
     using raw = storage_t<T>;
-    typedef raw lanes __attribute__((vector_size(sizeof(raw) * N), aligned(64)));
+    using lanes = Lanes<raw>;
     static constexpr int size = N;
 
     lanes d;
@@ -56,17 +124,14 @@ template <class T, int N> struct Vector {
 
     Vector() = default;
     template <class S, class = std::enable_if_t<std::is_arithmetic_v<S> || std::is_same_v<S, bf16>>>
-    TPC_INLINE Vector(S value) : d(stored<T>(T(value)) - lanes{}), unset(0), macs(0), first_mac(0) {}
+    TPC_INLINE Vector(S value) : d(broadcast<raw>(stored<T>(T(value)))), unset(0), macs(0), first_mac(0) {}
     Vector(std::initializer_list<T> values) : d(lanes{}), unset(0), macs(0), first_mac(0) {
         int i = 0;
-        for (T value : values) d[i++] = stored<T>(value);
+        for (T value : values) d.memory()[i++] = stored<T>(value);
     }
     template <class U, int M> TPC_INLINE explicit Vector(const Vector<U, M> &other) // a C cast: same bits
-        : unset(other.unset), macs(0), first_mac(0) {
-        static_assert(sizeof(lanes) == sizeof(typename Vector<U, M>::lanes), "cast between vectors of different size");
-        d = (lanes)other.d;
-    }
-    static TPC_INLINE Vector of(lanes value) {
+        : d(as<raw>(other.d)), unset(other.unset), macs(0), first_mac(0) {}
+    static TPC_INLINE Vector of(const lanes &value) {
         __attribute__((uninitialized)) Vector v;
         v.d = value;
         v.unset = 0;
@@ -76,7 +141,7 @@ template <class T, int N> struct Vector {
     }
     LaneReference<T> operator[](int i) {
         if (i < 0 || i >= N) fail("lane %d of %d", i, N);
-        return {reinterpret_cast<raw *>(&d) + i};
+        return {d.memory() + i};
     }
 };
 
