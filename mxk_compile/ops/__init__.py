@@ -31,7 +31,7 @@ def _moe_schema(name: str, weight: str, optional_weight: str, default: str) -> s
 library.define(_moe_schema("moe", "Tensor", "Tensor?", "=None"))
 library.define(_moe_schema("moe.lists", "Tensor[]", "Tensor[]", ""))
 # The stacked tensor behind a list of its experts (ops/stack.py).
-library.define("stack(Tensor[] experts) -> Tensor")
+library.define("stack(Tensor(a)[] experts) -> Tensor(a)")
 # The gradient of an op that has none: raises when it runs, so that a joint graph can still be traced.
 library.define("no_backward(Tensor grad, Tensor like, str op) -> Tensor")
 

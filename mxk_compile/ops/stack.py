@@ -5,10 +5,11 @@ stacked parameter and hand out its slices, but a compiled graph sees only the sl
 all layers of a kind. So stacks are registered when the weights are loaded, and this op looks up, in each call, the one
 whose slices it was given:
 
-    mxk::stack(Tensor[] experts) -> Tensor      E x [...]  ->  [E, ...]
+    mxk::stack(Tensor(a)[] experts) -> Tensor(a)      E x [...]  ->  [E, ...]
 
 Addresses prove it: all of [E, ...] lies where the list lies, in the list's order, and is still alive. The result then
 shares the list's memory. A list that is no registered stack is copied into one, which is right, slow, and said once.
+Passes insert the op after functionalization, where nothing writes to weights any more.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def register_stacks(module: torch.nn.Module) -> int:
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     stacks = [
-        tensor for name, tensor in tensors if tensor.dim() == 3 or (tensor.dim() == 2 and name.endswith("bias"))
+        tensor
+        for name, tensor in tensors
+        if tensor.dim() == 3 or (tensor.dim() == 2 and name.endswith("bias"))
     ]
     for stack in stacks:
         register_stack(stack)
@@ -97,5 +100,7 @@ def stack_of(experts: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(experts))
 
 
+# Inference only: torch's fallback for ops without a gradient would object to a result that shares an input's memory.
+library.impl("stack", torch.library.fallthrough_kernel, "Autograd")
 for _key in ("CPU", "CUDA", "HPU"):
     library.impl("stack", stack_of, _key)

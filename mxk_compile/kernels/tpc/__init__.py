@@ -174,7 +174,7 @@ def call_kernel(kernel: Kernel, arguments: dict[str, Any]) -> Tensor:
     """Calls `custom_op::<kernel>` with those of `arguments` that it takes, in its order."""
     names = [tensor.name for tensor in kernel.inputs] + [scalar.name for scalar in kernel.scalars]
     op = getattr(torch.ops.custom_op, kernel.name).default
-    result: Tensor = op(*(arguments[name] for name in names))
+    result = op(*(arguments[name] for name in names))
     return result
 
 
@@ -256,7 +256,7 @@ def moe(
             "pack_dim": desc.pack_dim,
             "per_route": desc.per_route,
         }
-        return reference(hidden_states, topk_ids, topk_weights, *weights, **attributes, **scalars)
+        return reference(hidden_states, topk_ids, topk_weights, *weights, **{**attributes, **scalars})
     stacked: list[Any] = [_stacked(weight) for weight in weights]
     return sequence(desc, hidden_states, topk_ids, topk_weights, *stacked, **scalars)
 
