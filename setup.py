@@ -30,9 +30,11 @@ FLAGS = [
 # avx512: vpermb and vpdpbusd: Ice Lake and later, Zen 4 and later.
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vbmi", "vnni")]
 # GCC 12 takes the undefined operands of its own intrinsics for mistakes.
+VECTOR = [*AVX512, "-mfma", "-mf16c", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 UNIT_FLAGS = {
     "isa_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "isa_avx512.cpp": [*AVX512, "-mfma", "-mf16c", "-Wno-uninitialized", "-Wno-maybe-uninitialized"],
+    "isa_avx512.cpp": VECTOR,
+    "isa_amx.cpp": VECTOR,  # its tile instructions are assembly
 }
 
 

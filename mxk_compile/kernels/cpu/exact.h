@@ -127,7 +127,7 @@ inline float dot_chunks(const float* row, const Vector& x, int64_t n, float codi
 
 inline float dot(const float* row, const Vector& x, int64_t n, float coding_unit) {
   if (!x.wide) return dot(row, static_cast<const uint16_t*>(x.raw), n);
-  if (x.num_digits) return dot_chunks(row, x, n, coding_unit);
+  if (x.num_digits > 0) return dot_chunks(row, x, n, coding_unit);
   return dot(row, static_cast<const float*>(x.raw), n);
 }
 

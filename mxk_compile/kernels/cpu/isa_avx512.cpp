@@ -136,7 +136,7 @@ void tile_rows(const Tile* tiles, int num_tiles, const Vector* const* vectors, i
   }
 }
 
-constexpr Isa kIsa = {"avx512", prepare, tile_rows, activate_rows};
+constexpr Isa kIsa = {"avx512", prepare, tile_rows, activate_rows, nullptr};
 
 }  // namespace
 

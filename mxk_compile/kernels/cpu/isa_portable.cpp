@@ -162,7 +162,7 @@ void tiles(const Tile* tiles, int num_tiles, const Vector* const* vectors, int c
   for (int i = 0; i < num_tiles; ++i) tile_rows(tiles[i], vectors, count, scratch, out[i]);
 }
 
-constexpr Isa kIsa = {"portable", prepare_vector, tiles, activate_rows};
+constexpr Isa kIsa = {"portable", prepare_vector, tiles, activate_rows, nullptr};
 
 }  // namespace
 

@@ -9,12 +9,10 @@
 // Work is cut along output rows and claimed dynamically, so threads finish together for any routing. Every output
 // element is computed by one thread from start to end, and tiles do not depend on their neighbours: results are equal
 // bit by bit for any number of threads. A slab bounds the scratch whatever T is.
-#include <atomic>
 #include <cstring>
 #include <initializer_list>
 
-#include "operands.h"
-#include "scratch.h"
+#include "matrix.h"
 #include "threads.h"
 
 namespace {
@@ -23,33 +21,6 @@ constexpr int64_t kSlabRoutes = 4096;
 
 thread_local Arena arena;
 std::atomic<const Isa*> selected{nullptr};
-
-struct ThreadScratch {
-  TileScratch tile;
-  float (*gate)[16];
-  float (*up)[16];
-  float (*partial[2])[16];  // [routes of the slab][16] of two tiles
-};
-
-struct Slab {
-  const MxkMoe* call;
-  const Isa* isa;
-  int64_t first, tokens, routes, active, block, threads;
-  int64_t* position;  // [tokens * k]: place in expert order, or -1
-  float* weight;      // [tokens * k]
-  int64_t* start;     // [experts + 1]
-  int64_t* experts;   // [active]
-  int64_t* token;     // [routes], expert order
-  Vector* x;          // [tokens]
-  Vector* h;          // [routes]
-  const Vector** x_of;  // [routes]
-  const Vector** h_of;  // [routes]
-  float** h_row;      // [routes]
-  char* x_memory;
-  char* h_memory;     // [routes] rows of vector_bytes(I): h, then its chunks
-  ThreadScratch* scratch;
-  std::atomic<int64_t> claimed[4];
-};
 
 void sort_routes(Slab& s) {
   const MxkMoe& c = *s.call;
@@ -83,7 +54,10 @@ void prepare_tokens(Slab& s) {
   const int64_t size = vector_bytes(c.hidden);
   for (int64_t t; (t = s.claimed[0].fetch_add(1)) < s.tokens;) {
     bool local = false;
-    for (int64_t slot = 0; slot < c.top_k; ++slot) local |= s.position[t * c.top_k + slot] >= 0;
+    for (int64_t slot = 0; slot < c.top_k; ++slot) {
+      const int64_t place = s.position[t * c.top_k + slot];
+      local |= place >= 0 && !(s.unit && on_unit(s, expert_at(s.start, c.experts, place)));
+    }
     if (!local) continue;
     const uint8_t* row = bytes(c.x) + (s.first + t) * c.x_line;
     s.isa->prepare(row, false, c.hidden, coding, s.x_memory + t * size, &s.x[t]);
@@ -96,12 +70,16 @@ void gate_up(Slab& s, const ThreadScratch& scratch) {
   const int64_t tiles = (c.intermediate + kTileRows - 1) / kTileRows, blocks = (tiles + s.block - 1) / s.block;
   struct Step {
     int64_t expert, tile, end;
-    Tile pair[2];  // gate, up
+    int count;  // of gate and up pairs: 1, or 2 on a matrix unit
+    Tile tiles[kMatrixTiles];  // gate, up, gate, up
   };
   const auto load = [&](Step& step) {
-    const int rows = int(step.tile * kTileRows + kTileRows <= c.intermediate ? kTileRows : c.intermediate - step.tile * kTileRows);
-    step.pair[0] = make_tile(c, kGate, step.expert, step.tile * kTileRows, rows);
-    step.pair[1] = make_tile(c, kUp, step.expert, step.tile * kTileRows, rows);
+    step.count = step.tile + 1 < step.end && one_strip(s, step.expert, kStripTokens) ? 2 : 1;
+    for (int i = 0; i < 2 * step.count; ++i) {
+      const int64_t row = (step.tile + i / 2) * kTileRows;
+      const int rows = int(row + kTileRows <= c.intermediate ? kTileRows : c.intermediate - row);
+      step.tiles[i] = make_tile(c, i % 2 ? kUp : kGate, step.expert, row, rows);
+    }
   };
   const auto claim = [&](Step& step) {
     const int64_t item = s.claimed[1].fetch_add(1);
@@ -116,19 +94,26 @@ void gate_up(Slab& s, const ThreadScratch& scratch) {
   bool more = claim(step);
   while (more) {
     next = step;
-    if (++next.tile < next.end)
+    next.tile += step.count;
+    if (next.tile < next.end)
       load(next);
     else
       more = claim(next);
-    for (int i = 0; i < 2; ++i) step.pair[i].next = more ? &next.pair[i] : nullptr;
+    for (int i = 0; i < 2 * step.count; ++i)
+      step.tiles[i].next = more ? &next.tiles[i < 2 * next.count ? i : i % 2] : nullptr;
+    if (on_unit(s, step.expert)) {
+      gate_up_on_unit(s, scratch, activation, step.expert, step.tiles, 2 * step.count, step.tile);
+      step = next;
+      continue;
+    }
     const int64_t end = s.start[step.expert + 1];
     for (int64_t r = s.start[step.expert]; r < end; r += kTileTokens) {
       const int count = int(end - r < kTileTokens ? end - r : kTileTokens);
       float(*const out[2])[16] = {scratch.gate, scratch.up};
-      s.isa->tiles(step.pair, 2, s.x_of + r, count, scratch.tile, out);
+      s.isa->tiles(step.tiles, 2, s.x_of + r, count, scratch.tile, out);
       float* rows[kTileTokens];
       for (int t = 0; t < count; ++t) rows[t] = s.h_row[r + t] + step.tile * kTileRows;
-      s.isa->activate(activation, scratch.gate, scratch.up, count, step.pair[0].rows, rows);
+      s.isa->activate(activation, scratch.gate, scratch.up, count, step.tiles[0].rows, rows);
     }
     step = next;
   }
@@ -137,8 +122,13 @@ void gate_up(Slab& s, const ThreadScratch& scratch) {
 void prepare_intermediate(Slab& s) {
   const MxkMoe& c = *s.call;
   const Coding coding = coding_of(c.format, c.w2.zero != nullptr);
-  for (int64_t r; (r = s.claimed[2].fetch_add(1)) < s.routes;)
-    s.isa->prepare(s.h_row[r], true, c.intermediate, coding, s.h_row[r], &s.h[r]);
+  for (int64_t r; (r = s.claimed[2].fetch_add(1)) < s.routes;) {
+    const int64_t expert = s.unit ? expert_at(s.start, c.experts, r) : 0;
+    if (!on_unit(s, expert))
+      s.isa->prepare(s.h_row[r], true, c.intermediate, coding, s.h_row[r], &s.h[r]);
+    else if ((r - s.start[expert]) % kStripRoutes == 0)
+      look_at_strip(s, expert, r);
+  }
 }
 
 void combine(const Slab& s, const float (*partial)[16], int64_t row, int rows) {
@@ -165,35 +155,54 @@ void combine(const Slab& s, const float (*partial)[16], int64_t row, int rows) {
 
 void down(Slab& s, const ThreadScratch& scratch) {
   const MxkMoe& c = *s.call;
-  const int64_t items = (c.hidden + 2 * kTileRows - 1) / (2 * kTileRows);
+  const int64_t tiles = (c.hidden + kTileRows - 1) / kTileRows, items = (tiles + s.down_tiles - 1) / s.down_tiles;
   struct Step {
-    Tile pair[2];
+    int64_t item, a, tile;  // expert s.experts[a], tiles from `tile` on
     int count;
+    Tile tiles[kMatrixTiles];
   };
-  const auto rows_of = [&](int64_t row) { return int(row + kTileRows <= c.hidden ? kTileRows : c.hidden - row); };
-  const auto load = [&](int64_t item, int64_t a, Step& step) {
-    step.count = 0;
-    for (int64_t row = item * 2 * kTileRows; step.count < 2 && row < c.hidden; row += kTileRows)
-      step.pair[step.count++] = make_tile(c, kDown, s.experts[a], row, rows_of(row));
+  const auto rows_of = [&](int64_t tile) {
+    return int((tile + 1) * kTileRows <= c.hidden ? kTileRows : c.hidden - tile * kTileRows);
   };
-  int64_t item = s.claimed[3].fetch_add(1);
-  while (item < items) {
-    const int64_t next_item = s.claimed[3].fetch_add(1);
-    Step step, next;
-    for (int64_t a = 0; a < s.active; ++a) {
-      load(item, a, step);
-      const bool same = a + 1 < s.active, more = same || next_item < items;
-      if (more) load(same ? item : next_item, same ? a + 1 : 0, next);
-      for (int i = 0; i < 2; ++i) step.pair[i].next = !more ? nullptr : i < next.count ? &next.pair[i] : &next.pair[0];
-      const int64_t end = s.start[s.experts[a] + 1];
-      for (int64_t r = s.start[s.experts[a]]; r < end; r += kTileTokens) {
-        float(*const out[2])[16] = {scratch.partial[0] + r, scratch.partial[1] + r};
-        s.isa->tiles(step.pair, step.count, s.h_of + r, int(end - r < kTileTokens ? end - r : kTileTokens), scratch.tile, out);
+  const auto end_of = [&](int64_t item) { return std::min(tiles, (item + 1) * s.down_tiles); };
+  const auto load = [&](Step& step) {
+    const int64_t expert = s.experts[step.a];
+    step.count = int(std::min<int64_t>(end_of(step.item) - step.tile, one_strip(s, expert, kStripRoutes) ? kMatrixTiles : 2));
+    for (int i = 0; i < step.count; ++i)
+      step.tiles[i] = make_tile(c, kDown, expert, (step.tile + i) * kTileRows, rows_of(step.tile + i));
+  };
+  const auto claim = [&](Step& step) {
+    step.item = s.claimed[3].fetch_add(1), step.a = 0, step.tile = step.item * s.down_tiles;
+    if (step.item < items && s.active) load(step);
+    return step.item < items;
+  };
+  Step step, next;
+  bool more = claim(step);
+  while (more) {
+    next = step;
+    next.tile += step.count;
+    bool last = s.active == 0;
+    if (!last && next.tile == end_of(step.item)) next.tile = step.item * s.down_tiles, last = ++next.a == s.active;
+    if (last)
+      more = claim(next);
+    else
+      load(next);
+    const int64_t place = step.tile - step.item * s.down_tiles;
+    if (s.active) {
+      const int64_t expert = s.experts[step.a], end = s.start[expert + 1];
+      for (int i = 0; i < step.count; ++i) step.tiles[i].next = !more ? nullptr : &next.tiles[i < next.count ? i : 0];
+      if (on_unit(s, expert)) {
+        down_on_unit(s, scratch, expert, step.tiles, step.count, scratch.partial + place);
+      } else {
+        for (int64_t r = s.start[expert]; r < end; r += kTileTokens) {
+          float(*const out[2])[16] = {scratch.partial[place] + r, scratch.partial[place + (step.count > 1)] + r};
+          s.isa->tiles(step.tiles, step.count, s.h_of + r, int(end - r < kTileTokens ? end - r : kTileTokens), scratch.tile, out);
+        }
       }
     }
-    for (int64_t i = 0, row = item * 2 * kTileRows; i < 2 && row < c.hidden; ++i, row += kTileRows)
-      combine(s, scratch.partial[i], row, rows_of(row));
-    item = next_item;
+    for (int64_t tile = step.item * s.down_tiles; last && tile < end_of(step.item); ++tile)
+      combine(s, scratch.partial[tile - step.item * s.down_tiles], tile * kTileRows, rows_of(tile));
+    step = next;
   }
 }
 
@@ -201,6 +210,12 @@ void thread_body(void* data, int thread) {
   Slab& s = *static_cast<Slab*>(data);
   const IeeeMode ieee;
   const ThreadScratch& scratch = s.scratch[thread];
+  if (s.unit) {
+    s.unit->begin();
+    refuse_tokens(s);
+    thread_barrier();
+    pack_tokens(s);
+  }
   prepare_tokens(s);
   thread_barrier();
   gate_up(s, scratch);
@@ -208,6 +223,17 @@ void thread_body(void* data, int thread) {
   prepare_intermediate(s);
   thread_barrier();
   down(s, scratch);
+  if (s.unit) s.unit->end();
+}
+
+// Items of the last phase: two tiles, so that threads finish together; on a matrix unit four, and more where the
+// intermediate, which every item reads, is larger than half of a usual second-level cache of 2 MiB, as long as each
+// thread has some 6 items.
+int64_t down_tiles(const Slab& s, int64_t routes) {
+  if (s.unit == nullptr) return 2;
+  const int64_t tiles = (s.call->hidden + kTileRows - 1) / kTileRows;
+  if (routes * vector_bytes(s.call->intermediate) <= (1 << 20)) return 4;
+  return std::max<int64_t>(4, std::min<int64_t>(kMostDownTiles, tiles / (6 * s.threads) / 4 * 4));
 }
 
 // Lays the slab out in the arena.
@@ -215,40 +241,75 @@ bool lay_out(Slab& s, int64_t tokens) {
   const MxkMoe& c = *s.call;
   const int64_t routes = tokens * c.top_k, widest = c.hidden > c.intermediate ? c.hidden : c.intermediate;
   const int64_t x_bytes = vector_bytes(c.hidden), h_bytes = vector_bytes(c.intermediate);
-  const size_t per_thread = 2 * Arena::bytes_for<float>(kTileTokens * 16) + 2 * Arena::bytes_for<float>(routes * 16) +
+  s.unit = c.output_packed ? nullptr : s.isa->matrix;
+  if (s.unit && routes < s.unit->least_rows[c.format]) s.unit = nullptr;
+  s.down_tiles = down_tiles(s, routes);
+  // Experts that may take the unit, and what their last strips may waste.
+  const int64_t on_unit = s.unit ? std::min(c.experts, routes / s.unit->least_rows[c.format]) : 0;
+  const int64_t h_rows = routes + on_unit * (kStripRoutes - 1), x_strips = s.unit ? routes / kStripTokens + on_unit : 0;
+  const int64_t row_scales = s.unit && c.format != MXK_MXFP4 ? (groups_of(widest) + 15) / 16 * 16 : 0;
+  const size_t per_unit = !s.unit ? 0
+                                  : Arena::bytes_for<uint8_t>(kMatrixTileBytes) +
+                                        Arena::bytes_for<float>(2 * kMatrixStrips * 256) + Arena::bytes_for<float>(widest) +
+                                        2 * Arena::bytes_for<float>(kMatrixTiles * 16 * row_scales);
+  const size_t per_thread = 2 * Arena::bytes_for<float>(kTileTokens * 16) +
+                            size_t(s.down_tiles) * Arena::bytes_for<float>(routes * 16) +
                             Arena::bytes_for<float>(2 * scales_capacity(widest) * 16) +
                             Arena::bytes_for<uint8_t>(2 * scales_capacity(widest) * 16) + Arena::bytes_for<float>(widest) +
-                            Arena::bytes_for<float>(2 * kTileTokens * 64);
+                            Arena::bytes_for<float>(2 * kTileTokens * 64) + per_unit;
   const size_t shared = 2 * Arena::bytes_for<int64_t>(routes) + Arena::bytes_for<float>(routes) +
-                        2 * Arena::bytes_for<int64_t>(c.experts + 1) + Arena::bytes_for<Vector>(tokens) +
+                        4 * Arena::bytes_for<int64_t>(c.experts + 1) + Arena::bytes_for<Vector>(tokens) +
                         Arena::bytes_for<Vector>(routes) + 3 * Arena::bytes_for<void*>(routes) +
-                        Arena::bytes_for<char>(tokens * x_bytes) + Arena::bytes_for<char>(routes * h_bytes) +
+                        Arena::bytes_for<char>(tokens * x_bytes) + Arena::bytes_for<char>(h_rows * h_bytes) +
+                        Arena::bytes_for<uint8_t>(c.experts) + Arena::bytes_for<uint8_t>(h_rows) +
+                        Arena::bytes_for<uint8_t>(x_strips * strip_bytes(c.hidden)) +
                         Arena::bytes_for<ThreadScratch>(s.threads);
   if (!arena.reserve(shared + size_t(s.threads) * per_thread)) return false;
   s.position = arena.take<int64_t>(routes), s.token = arena.take<int64_t>(routes);
   s.weight = arena.take<float>(routes);
   s.start = arena.take<int64_t>(c.experts + 1), s.experts = arena.take<int64_t>(c.experts + 1);
+  s.h_first = arena.take<int64_t>(c.experts + 1), s.x_first = arena.take<int64_t>(c.experts + 1);
+  s.h_first[0] = s.x_first[0] = 0;
   s.x = arena.take<Vector>(tokens), s.h = arena.take<Vector>(routes);
   s.x_of = arena.take<const Vector*>(routes), s.h_of = arena.take<const Vector*>(routes);
   s.h_row = arena.take<float*>(routes);
-  s.x_memory = arena.take<char>(tokens * x_bytes), s.h_memory = arena.take<char>(routes * h_bytes);
+  s.x_memory = arena.take<char>(tokens * x_bytes), s.h_memory = arena.take<char>(h_rows * h_bytes);
+  s.by_unit = arena.take<uint8_t>(c.experts), s.tiny = arena.take<uint8_t>(h_rows);
+  s.x_strips = arena.take<uint8_t>(x_strips * strip_bytes(c.hidden));
   s.scratch = arena.take<ThreadScratch>(s.threads);
   for (int64_t t = 0; t < s.threads; ++t) {
     ThreadScratch& scratch = s.scratch[t];
     scratch.gate = reinterpret_cast<float(*)[16]>(arena.take<float>(kTileTokens * 16));
     scratch.up = reinterpret_cast<float(*)[16]>(arena.take<float>(kTileTokens * 16));
-    for (auto& partial : scratch.partial) partial = reinterpret_cast<float(*)[16]>(arena.take<float>(routes * 16));
+    for (int64_t i = 0; i < s.down_tiles; ++i)
+      scratch.partial[i] = reinterpret_cast<float(*)[16]>(arena.take<float>(routes * 16));
     scratch.tile.scales = arena.take<float>(2 * scales_capacity(widest) * 16);
     scratch.tile.zeros = arena.take<uint8_t>(2 * scales_capacity(widest) * 16);
     scratch.tile.row = arena.take<float>(widest);
     scratch.tile.sums = arena.take<float>(2 * kTileTokens * 64);
+    if (s.unit == nullptr) continue;
+    MatrixScratch& matrix = scratch.matrix;
+    matrix.tiles = arena.take<uint8_t>(kMatrixTileBytes), matrix.sums = arena.take<float>(2 * kMatrixStrips * 256);
+    matrix.scales = arena.take<float>(kMatrixTiles * 16 * row_scales);
+    matrix.zeros = arena.take<float>(kMatrixTiles * 16 * row_scales);
+    matrix.row_scales = row_scales, matrix.row = scratch.tile.row, matrix.column = arena.take<float>(widest);
   }
-  for (int64_t r = 0; r < routes; ++r) s.h_of[r] = &s.h[r], s.h_row[r] = reinterpret_cast<float*>(s.h_memory + r * h_bytes);
   return true;
 }
 
+// Where each route's operands are, once the routes are sorted.
+void place_routes(Slab& s) {
+  const int64_t h_bytes = vector_bytes(s.call->intermediate);
+  choose_experts(s);
+  for (int64_t e = 0; e < s.call->experts; ++e)
+    for (int64_t r = s.start[e]; r < s.start[e + 1]; ++r) {
+      s.x_of[r] = &s.x[s.token[r]], s.h_of[r] = &s.h[r];
+      s.h_row[r] = reinterpret_cast<float*>(s.h_memory + (s.h_first[e] + r - s.start[e]) * h_bytes);
+    }
+}
+
 const Isa* best() {
-  for (const Isa* isa : {isa_avx512(), isa_avx2()})
+  for (const Isa* isa : {isa_amx(), isa_avx512(), isa_avx2()})
     if (isa) return isa;
   return isa_portable();
 }
@@ -259,7 +320,7 @@ int64_t mxk_cpu_abi() { return int64_t(sizeof(MxkMoe)); }
 
 int mxk_cpu_select(const char* name) {
   const Isa* isa = std::strcmp(name, "auto") == 0 ? best() : nullptr;
-  for (const Isa* known : {isa_portable(), isa_avx2(), isa_avx512()})
+  for (const Isa* known : {isa_portable(), isa_avx2(), isa_avx512(), isa_amx()})
     if (known && std::strcmp(name, known->name) == 0) isa = known;
   if (isa == nullptr) return 1;
   selected = isa;
@@ -289,11 +350,12 @@ int mxk_cpu_moe(const MxkMoe* call) {
     s.threads = c.threads > 1 ? c.threads : 1;
     if (!lay_out(s, s.tokens)) return 1;
     sort_routes(s);
-    for (int64_t r = 0; r < s.routes; ++r) s.x_of[r] = &s.x[s.token[r]];
+    place_routes(s);
     const int64_t tiles = (c.intermediate + kTileRows - 1) / kTileRows * (s.active ? s.active : 1);
     // Small enough that threads finish together; 8 transposed tiles share the cache lines of their rows.
     s.block = tiles / (s.threads * 64);
-    s.block = c.output_packed ? 8 : s.block < 1 ? 1 : s.block > 4 ? 4 : s.block;
+    const int64_t least = c.output_packed ? 8 : s.unit ? 2 : 1;
+    s.block = s.block < least ? least : s.block > 4 ? std::max<int64_t>(least, 4) : s.block;
     run_threads(int(s.threads), thread_body, &s);
   }
   return 0;

@@ -29,7 +29,7 @@ constexpr int kSmallest = 127 - 90, kLargest = 127 + 90;  // biased exponents of
 struct Vector {
   const void* raw;  // the values themselves: bf16, or fp32 if `wide`; fp32 values give way to their chunks
   bool wide;
-  int num_digits;  // 0: use raw; 1: int16 [4 groups][32] instead of digits (isa_portable.cpp)
+  int num_digits;  // 0: use raw; -1: the same, for an intermediate copied out of a strip; 1: int16 [4 groups][32] instead of digits (isa_portable.cpp)
   const uint8_t* chunks;
 };
 
@@ -88,6 +88,50 @@ struct Activation {
   float alpha, limit;
 };
 
+// ---- a matrix unit: many vectors at once, the columns of bf16 tiles ------------------------------------------------------
+//
+// A strip is 16 columns of all groups: bf16 [groups][16 pairs][16 columns][2], pair 4 l + w of a group: its values 8 w + l
+// and 8 w + 4 + l. A token is a column. A route's intermediate is two columns, 8 apart, whose sum it is: the upper 8
+// significant bits, and the next 8.
+constexpr int kStripTokens = 16, kStripRoutes = 8;
+inline int64_t strip_bytes(int64_t n) { return groups_of(n) * 1024; }
+constexpr int kMatrixTiles = 4;    // tiles of one call
+constexpr int kMatrixStrips = 12;  // strips of one call of 2 tiles: 24 KiB of sums
+
+struct MatrixScratch {  // of one thread
+  uint8_t* tiles;         // kMatrixTileBytes: unpacked weights
+  float* sums;            // [tiles][strips][16 rows][16 columns]
+  float *scales, *zeros;  // [kMatrixTiles][16][row_scales]: INT4
+  int64_t row_scales;
+  float *row, *column;    // one dequantised row, one vector
+};
+constexpr int kMatrixTileBytes = 64 * 1024;
+
+struct MatrixCall {
+  const Tile* tiles;  // 1 to kMatrixTiles of equal shape; more than 2 with one strip only
+  int num_tiles;
+  const uint8_t* strips;
+  int num_strips;
+  int columns;           // vectors in the strips
+  bool split;            // two columns a vector
+  const uint8_t* exact;  // [strips]: bit mask of vectors that take exact.h; null: none
+};
+
+struct MatrixUnit {
+  int64_t least_rows[3];  // by MxkFormat: experts with as many routes take the unit
+  void (*begin)();        // on each thread, around its work
+  void (*end)();
+  bool (*accepts)(const void* x, int64_t n);  // whether the unit computes with these bf16 as exact.h does
+  void (*pack)(const uint8_t* const* tokens, int count, int64_t n, uint8_t* strip);
+  void (*multiply)(const MatrixCall&, const MatrixScratch&);
+  // From the sums of a call of gate and up tiles (tile, tile + 1 of the sums, rows 16 `step` ...) to the strips of the
+  // intermediate; `end`: this is its last step.
+  void (*activate)(const Activation&, const MatrixCall&, int tile, int64_t step, bool end, int64_t n, uint8_t* strips,
+                   const MatrixScratch&);
+  uint8_t (*tiny)(const uint8_t* strip, int64_t n);  // vectors of an intermediate strip that the unit would flush
+  void (*join)(const MatrixCall&, int tile, const MatrixScratch&, float (*out)[16]);  // sums + bias to out[vector][16]
+};
+
 struct Isa {
   const char* name;
   // Writes the chunks of n values (bf16, or fp32 if `wide`) to `memory`, which may be where they stand.
@@ -97,8 +141,10 @@ struct Isa {
                 float (*const* out)[16]);
   // h[token][0..rows) = activation(gate, up).
   void (*activate)(const Activation&, const float (*gate)[16], const float (*up)[16], int count, int rows, float* const* h);
+  const MatrixUnit* matrix;  // null: none
 };
 
 const Isa* isa_portable();
 const Isa* isa_avx2();    // null when this build or machine lacks it
 const Isa* isa_avx512();  // null when this build or machine lacks it
+const Isa* isa_amx();     // null when this build, machine or system lacks it; else avx512 and a matrix unit

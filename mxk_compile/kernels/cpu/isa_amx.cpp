@@ -1,0 +1,355 @@
+// AMX-BF16 for experts with many rows; everything else as in isa_avx512.cpp.
+//
+// C[16 output rows][16 columns] fp32 += A[16 rows][32 weights] x B[32 values][16 columns], one group of 32 a step.
+// Weights are bf16 exactly (MXFP4: the scale changes the exponent alone) or as two parts (INT4), so are tokens, and an
+// intermediate is two columns of 8 significant bits each: products are exact, sums fp32. Rows are unpacked into A tiles
+// (amx_unpack.h) one group ahead of the multiplication, so that the two units work side by side and the stores have left
+// when tiles are loaded. Up to 3 strips the sums stay in tile registers for the whole row, shaped
+//   4 x 1, 2 x 2 or 2 x 3 tiles of rows x strips: at least 4 sums, as one multiplication takes 52 cycles and the next can
+//   start after 16;
+// more strips share the weights of kBlock groups, and pass their sums through memory.
+// Every sum adds up the groups in order, whatever the shape: a result depends on its row and vector only.
+#include "tile.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
+    defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
+#include <utility>
+
+#include "amx_tiles.h"
+#include "amx_unpack.h"
+
+namespace {
+
+// ---- products ------------------------------------------------------------------------------------------------------
+
+#if !defined(MXK_AMX_BLOCK)
+#define MXK_AMX_BLOCK 8
+#endif
+#if !defined(MXK_AMX_AHEAD)
+#define MXK_AMX_AHEAD 3
+#endif
+constexpr int64_t kBlock = MXK_AMX_BLOCK;  // groups whose A tiles many strips share
+constexpr int64_t kRing = 2;               // groups of A tiles at once for up to 3 strips
+constexpr int64_t kAhead = MXK_AMX_AHEAD;  // chunks of 64 packed bytes that rows are fetched ahead
+
+template <class F, int... I>
+inline __attribute__((always_inline)) void unroll(F&& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, class F>
+inline __attribute__((always_inline)) void unroll(F&& f) {
+  unroll(f, std::make_integer_sequence<int, N>());
+}
+
+// C[Rows][Cols] += A[Rows][Parts] x B[Cols].
+template <int Rows, int Cols, int Parts>
+inline __attribute__((always_inline)) void multiply_group(const uint8_t* a, const uint8_t* b, int64_t strip) {
+  constexpr int kSums = Rows * Cols;
+  if constexpr (8 - kSums > Cols) {  // B stays in registers
+    constexpr int kB = kSums, kA = kSums + Cols, kFree = 8 - kA;
+    unroll<Cols>([&](auto j) { tile_load<kB + j()>(b + j() * strip); });
+    unroll<Rows * Parts>([&](auto i) {
+      tile_load<kA + i() % kFree>(a + i() * kTileBytes);
+      unroll<Cols>([&](auto j) { tile_multiply<i() / Parts * Cols + j(), kA + i() % kFree, kB + j()>(); });
+    });
+  } else {  // one of each; B forth and back, so that the last is still there
+    unroll<Rows * Parts>([&](auto i) {
+      tile_load<kSums>(a + i() * kTileBytes);
+      unroll<Cols>([&](auto n) {
+        constexpr int j = i() % 2 ? Cols - 1 - n() : n();
+        if constexpr (i() == 0 || n() > 0) tile_load<kSums + 1>(b + j * strip);
+        tile_multiply<i() / Parts * Cols + j, kSums, kSums + 1>();
+      });
+    });
+  }
+}
+
+// Asks for a quarter of what the rows, or those of the next call, will read some chunks after that of group g, and for the
+// next call's scales.
+inline void fetch(const Tile& tile, int64_t g, int64_t chunks, int64_t packed, int64_t scales) {
+  if (g < kTileRows && tile.next) {
+    const uint8_t* scale = tile.next->scale + (g < tile.next->rows ? g : 0) * tile.next->scale_step;
+    for (int64_t i = 0; i < scales; i += 64) prefetch(scale + i);
+  }
+  const int64_t c = g / 4 + kAhead;
+  const bool beyond = c >= chunks;
+  const Tile* from = beyond ? tile.next : &tile;
+  if (from == nullptr) return;
+  const int64_t at = (c - (beyond ? chunks : 0)) * 64, step = from->weight_step;
+  const uint8_t* row = from->weight + (at < packed ? at : 0);
+  const int last = from->rows - 1, first = int(g % 4) * 4;
+  for (int r = first; r < first + 4; ++r) prefetch(row + (r < last ? r : last) * step);
+}
+
+template <class Codec>
+struct Span {  // what the passes over some groups share
+  const Codec* rows;
+  const Tile* tiles;
+  uint8_t* memory;    // A tiles: [ring][rows][parts]
+  int64_t ring;
+  int64_t first, end, groups;  // groups [first, end) of all
+  bool whole;         // the last group has all its 32 values
+  bool unpack;        // else the A tiles are there
+};
+
+// Sums of Rows tiles and Cols strips over the groups of a span: from zero if it is the first, else from memory.
+template <class Codec, int Rows, int Cols>
+__attribute__((noinline)) void pass(const Span<Codec>& span, const uint8_t* strips, int64_t strip, float* sums, int64_t tile_sums) {
+  constexpr int kParts = Codec::kParts, kGroupTiles = Rows * kParts * kTileBytes;
+  const auto sum = [&](int i, int j) { return sums + i * tile_sums + j * 256; };
+  unroll<Rows * Cols>([&](auto t) {
+    if (span.first == 0)
+      tile_zero<t()>();
+    else
+      tile_load<t()>(sum(t() / Cols, t() % Cols));
+  });
+  const int64_t chunks = (span.groups + 3) / 4, packed = (span.tiles[0].columns + 1) / 2;
+  const int64_t scales = span.groups * kGroup / span.tiles[0].group * dtype_bytes(span.tiles[0].scale_dtype);
+  const auto unpack = [&](int64_t g) {
+    uint8_t* to = span.memory + g % span.ring * kGroupTiles;
+    const bool whole = span.whole || g + 1 < span.groups;
+    for (int i = 0; i < Rows; ++i) {
+      fetch(span.tiles[i], g, chunks, packed, scales);
+      whole ? span.rows[i].template unpack<true>(g, to + i * kParts * kTileBytes)
+            : span.rows[i].template unpack<false>(g, to + i * kParts * kTileBytes);
+    }
+  };
+  if (span.unpack) unpack(span.first);
+  for (int64_t g = span.first; g < span.end; ++g) {
+    if (span.unpack && g + 1 < span.end) unpack(g + 1);
+    multiply_group<Rows, Cols, kParts>(span.memory + g % span.ring * kGroupTiles, strips + g * kTileBytes, strip);
+  }
+  unroll<Rows * Cols>([&](auto t) { tile_store<t()>(sum(t() / Cols, t() % Cols)); });
+}
+
+template <class Codec, int Rows>
+void multiply_rows(const MatrixCall& call, int first, const MatrixScratch& scratch, uint32_t* special) {
+  const Tile* tiles = call.tiles + first;
+  Codec rows[Rows];
+  for (int i = 0; i < Rows; ++i) special[i] = rows[i].open(tiles[i], typename Codec::Memory(scratch, first + i));
+  const int64_t groups = groups_of(tiles[0].columns), strip = strip_bytes(tiles[0].columns);
+  const int64_t tile_sums = call.num_strips * 256;
+  float* sums = scratch.sums + first * tile_sums;
+  const bool whole = tiles[0].columns > (groups - 1) * kGroup + kGroup - 2;
+  Span<Codec> span = {rows, tiles, scratch.tiles, kRing, 0, groups, groups, whole, true};
+  const auto run = [&](int s, int count) {
+    const uint8_t* strips = call.strips + s * strip;
+    if constexpr (Rows == 4) {
+      pass<Codec, 4, 1>(span, strips, strip, sums + s * 256, tile_sums);
+    } else {
+      if (count == 1) pass<Codec, Rows, 1>(span, strips, strip, sums + s * 256, tile_sums);
+      if (count == 2) pass<Codec, Rows, 2>(span, strips, strip, sums + s * 256, tile_sums);
+      if (count == 3) pass<Codec, Rows, 3>(span, strips, strip, sums + s * 256, tile_sums);
+    }
+  };
+  if (call.num_strips <= 3) return run(0, call.num_strips);
+  span.ring = kBlock;
+  const int passes = (call.num_strips + 2) / 3;
+  for (span.first = 0; span.first < groups; span.first = span.end) {
+    span.end = span.first + kBlock < groups ? span.first + kBlock : groups;
+    span.unpack = true;
+    for (int p = 0, s = 0; p < passes; ++p) {  // of equal size
+      const int count = (call.num_strips - s + passes - p - 1) / (passes - p);
+      run(s, count);
+      s += count, span.unpack = false;
+    }
+  }
+}
+
+// ---- what the unit does not compute as exact.h does ------------------------------------------------------------------
+
+// Vector `column` of a strip as fp32.
+void read_column(const uint8_t* strip, int column, int64_t n, bool split, float* to) {
+  for (int64_t k = 0; k < n; ++k) {
+    const int in_group = int(k % kGroup), l = in_group % 4, w = in_group / 4;
+    const uint8_t* at = strip + k / kGroup * kTileBytes + (4 * l + w / 2) * 64 + column * 4 + w % 2 * 2;
+    uint16_t upper, lower = 0;
+    std::memcpy(&upper, at, 2);
+    if (split) std::memcpy(&lower, at + kStripRoutes * 4, 2);
+    to[k] = from_bf16(upper) + from_bf16(lower);
+  }
+}
+
+__attribute__((noinline)) void mend(const MatrixCall& call, const MatrixScratch& scratch, const uint32_t* special) {
+  const int64_t n = call.tiles[0].columns;
+  const int in_strip = call.split ? kStripRoutes : kStripTokens;
+  TileScratch exact = {};
+  exact.row = scratch.row;
+  for (int s = 0; s < call.num_strips; ++s)
+    for (int column = 0; column < in_strip && s * in_strip + column < call.columns; ++column) {
+      const bool all = call.exact && (call.exact[s] >> column & 1);
+      bool read = false;
+      for (int i = 0; i < call.num_tiles; ++i) {
+        const uint32_t rows = all ? 0xffffu : special[i];
+        if (rows == 0) continue;
+        if (!read) read_column(call.strips + s * strip_bytes(n), column, n, call.split, scratch.column);
+        read = true;
+        const Vector vector = {scratch.column, true, -1, nullptr}, *pointer = &vector;
+        Tile tile = call.tiles[i];
+        tile.bias = nullptr;
+        float out[1][16] = {};
+        exact_tile(tile, &pointer, 1, rows, exact, out);
+        float* sums = scratch.sums + (int64_t(i) * call.num_strips + s) * 256;
+        for (int r = 0; r < tile.rows; ++r) {
+          if (!(rows >> r & 1)) continue;
+          sums[r * 16 + column] = out[0][r];
+          if (call.split) sums[r * 16 + column + kStripRoutes] = 0;
+        }
+      }
+    }
+}
+
+template <class Codec>
+void multiply_as(const MatrixCall& call, const MatrixScratch& scratch) {
+  uint32_t special[kMatrixTiles] = {};
+  if (call.num_tiles == 4) {
+    multiply_rows<Codec, 4>(call, 0, scratch, special);
+  } else {
+    if (call.num_tiles >= 2) multiply_rows<Codec, 2>(call, 0, scratch, special);
+    if (call.num_tiles % 2) multiply_rows<Codec, 1>(call, call.num_tiles - 1, scratch, special + call.num_tiles - 1);
+  }
+  bool any = (special[0] | special[1] | special[2] | special[3]) != 0;
+  for (int s = 0; call.exact && s < call.num_strips; ++s) any |= call.exact[s] != 0;
+  if (any) mend(call, scratch, special);
+}
+
+void multiply(const MatrixCall& call, const MatrixScratch& scratch) {
+  if (call.tiles[0].format == MXK_MXFP4)
+    multiply_as<Mxfp4>(call, scratch);
+  else if (call.tiles[0].zero)
+    multiply_as<Int4<true>>(call, scratch);
+  else
+    multiply_as<Int4<false>>(call, scratch);
+}
+
+// ---- tokens --------------------------------------------------------------------------------------------------------
+
+inline __mmask32 lanes_of(int64_t left) { return left >= 32 ? 0xffffffffu : (1u << left) - 1; }
+
+// Zeros and magnitudes from 2^-64 to below 2^90.
+bool accepts(const void* x, int64_t n) {
+  const uint16_t* values = static_cast<const uint16_t*>(x);
+  __mmask32 odd = 0;
+  for (int64_t k = 0; k < n; k += 32) {
+    const __m512i size =
+        _mm512_and_si512(_mm512_maskz_loadu_epi16(lanes_of(n - k), values + k), _mm512_set1_epi16(0x7fff));
+    odd |= _mm512_cmpge_epu16_mask(size, _mm512_set1_epi16(kLargest << 7)) |
+           _mm512_mask_cmplt_epu16_mask(_mm512_test_epi16_mask(size, size), size, _mm512_set1_epi16(kLeastExponent << 7));
+  }
+  return odd == 0;
+}
+
+// Tokens to a strip; absent ones and values are zero.
+void pack(const uint8_t* const* tokens, int count, int64_t n, uint8_t* strip) {
+  alignas(64) uint16_t order[32];
+  for (int l = 0; l < 4; ++l)
+    for (int w = 0; w < 8; ++w) order[8 * l + w] = uint16_t(4 * w + l);
+  const __m512i index = _mm512_load_si512(order);
+  for (int64_t g = 0; g < groups_of(n); ++g) {
+    __m512i v[16];
+    for (int t = 0; t < 16; ++t)
+      v[t] = t < count ? _mm512_permutexvar_epi16(
+                             index, _mm512_maskz_loadu_epi16(lanes_of(n - g * kGroup), tokens[t] + g * kGroup * 2))
+                       : _mm512_setzero_si512();
+    transpose(v);
+    for (int p = 0; p < 16; ++p) _mm512_store_si512(strip + g * kTileBytes + p * 64, v[p]);
+  }
+}
+
+// ---- the intermediate ----------------------------------------------------------------------------------------------
+
+// Upper and lower parts of two values of 16 routes, as pairs; the lower part of inf and NaN is zero.
+inline void split_pair(__m512 first, __m512 second, __m512i& upper, __m512i& lower) {
+  const __m512i upper_bits = _mm512_set1_epi32(int(0xffff0000)), half = _mm512_set1_epi32(0x8000);
+  const auto rest = [&](__m512 v) {
+    const __m512 upper_part = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), upper_bits));
+    const __mmask16 finite = __mmask16(~_mm512_fpclass_ps_mask(v, kNotFinite));
+    return _mm512_add_epi32(_mm512_castps_si512(_mm512_maskz_sub_ps(finite, v, upper_part)), half);
+  };
+  const auto join = [&](__m512i a, __m512i b) {
+    return _mm512_or_si512(_mm512_and_si512(b, upper_bits), _mm512_srli_epi32(a, 16));
+  };
+  upper = join(_mm512_castps_si512(first), _mm512_castps_si512(second));
+  lower = join(rest(first), rest(second));
+}
+
+void activate(const Activation& activation, const MatrixCall& call, int tile, int64_t step, bool end, int64_t n,
+              uint8_t* strips, const MatrixScratch& scratch) {
+  const int64_t tile_sums = call.num_strips * 256, strip = strip_bytes(n);
+  const int rows = call.tiles[tile].rows;
+  float bias[2][16] = {};
+  for (int i = 0; i < 2; ++i)
+    for (int r = 0; r < rows; ++r) bias[i][r] = bias_of(call.tiles[tile + i], r);
+  uint8_t* group = strips + step / 2 * kTileBytes;
+  const int half = int(step % 2);
+  for (int s = 0; s < call.num_strips; ++s) {
+    alignas(64) float gate[16][16], up[16][16], h[16][16];
+    float* to[16];
+    for (int r = 0; r < 16; ++r) {
+      const float* sums = scratch.sums + tile * tile_sums + s * 256 + r * 16;
+      _mm512_store_ps(gate[r], _mm512_add_ps(_mm512_load_ps(sums), _mm512_set1_ps(bias[0][r])));
+      _mm512_store_ps(up[r], _mm512_add_ps(_mm512_load_ps(sums + tile_sums), _mm512_set1_ps(bias[1][r])));
+      to[r] = h[r];
+    }
+    activate_rows(activation, gate, up, rows, 16, to);
+    for (int r = rows; r < 16; ++r) _mm512_store_ps(h[r], _mm512_setzero_ps());
+    const bool second = s * kStripTokens + kStripRoutes < call.columns;
+    const auto store = [&](int row, __m512i upper, __m512i lower) {
+      uint8_t* at = group + 2 * s * strip + row * 64;
+      _mm512_store_si512(at, _mm512_shuffle_i64x2(upper, lower, 0x44));
+      if (second) _mm512_store_si512(at + strip, _mm512_shuffle_i64x2(upper, lower, 0xee));
+    };
+    for (int a = 0; a < 2; ++a)
+      for (int l = 0; l < 4; ++l) {
+        __m512i upper, lower;
+        split_pair(_mm512_load_ps(h[8 * a + l]), _mm512_load_ps(h[8 * a + 4 + l]), upper, lower);
+        store(4 * l + 2 * half + a, upper, lower);
+        if (end && half == 0) store(4 * l + 2 + a, _mm512_setzero_si512(), _mm512_setzero_si512());
+      }
+  }
+}
+
+uint8_t tiny(const uint8_t* strip, int64_t n) {
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t at = 0; at < strip_bytes(n); at += 64)
+    most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_load_si512(strip + at), _mm512_set1_epi16(0x7fff)));
+  most = _mm512_max_epi32(_mm512_and_si512(most, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(most, 16));
+  return uint8_t(_mm512_mask_cmplt_epi32_mask(_mm512_test_epi32_mask(most, most), most, _mm512_set1_epi32(kLeastExponent << 7)));
+}
+
+void join(const MatrixCall& call, int tile, const MatrixScratch& scratch, float (*out)[16]) {
+  alignas(64) float bias[16] = {};
+  for (int r = 0; r < call.tiles[tile].rows; ++r) bias[r] = bias_of(call.tiles[tile], r);
+  for (int s = 0; s < call.num_strips; ++s) {
+    const float* sums = scratch.sums + (int64_t(tile) * call.num_strips + s) * 256;
+    __m512i v[16];
+    for (int r = 0; r < 16; ++r) {
+      const __m512 row = _mm512_load_ps(sums + r * 16);
+      v[r] = _mm512_castps_si512(_mm512_add_ps(row, _mm512_shuffle_f32x4(row, row, 0xee)));
+    }
+    transpose(v);
+    const int left = call.columns - s * kStripRoutes;
+    for (int t = 0; t < kStripRoutes && t < left; ++t)
+      _mm512_storeu_ps(out[s * kStripRoutes + t], _mm512_add_ps(_mm512_castsi512_ps(v[t]), _mm512_load_ps(bias)));
+  }
+}
+
+#if !defined(MXK_AMX_LEAST)
+#define MXK_AMX_LEAST {2, 2, 2}
+#endif
+constexpr MatrixUnit kUnit = {MXK_AMX_LEAST, tiles_begin, tiles_end, accepts, pack, multiply, activate, tiny, join};
+
+}  // namespace
+
+const Isa* isa_amx() {
+  static const bool runs = isa_avx512() != nullptr && tiles_available();
+  static const Isa kIsa = [] {
+    Isa isa = isa_avx512() ? *isa_avx512() : Isa{};
+    isa.name = "amx", isa.matrix = &kUnit;
+    return isa;
+  }();
+  return runs ? &kIsa : nullptr;
+}
+#else
+const Isa* isa_amx() { return nullptr; }
+#endif

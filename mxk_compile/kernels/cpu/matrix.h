@@ -1,0 +1,109 @@
+// The part of the schedule that experts on a matrix unit take (tile.h). Included by moe.cpp alone.
+//
+// An expert takes the unit if it has MatrixUnit::least_rows routes in the slab and the unit accepts all their tokens:
+// one token that it would flush or overflow sends its experts to the vector path.
+#pragma once
+#include "slab.h"
+
+namespace {
+
+// The expert that has place `at` in an ascending array of starts.
+int64_t expert_at(const int64_t* start, int64_t experts, int64_t at) {
+  return std::upper_bound(start, start + experts + 1, at) - start - 1;
+}
+
+int64_t strips_of(int64_t rows, int in_strip) { return (rows + in_strip - 1) / in_strip; }
+
+bool on_unit(const Slab& s, int64_t expert) { return s.unit && s.by_unit[expert]; }
+
+bool one_strip(const Slab& s, int64_t expert, int in_strip) {
+  return on_unit(s, expert) && s.start[expert + 1] - s.start[expert] <= in_strip;
+}
+
+uint8_t* intermediate_strips(const Slab& s, int64_t expert) {
+  return reinterpret_cast<uint8_t*>(s.h_memory + s.h_first[expert] * vector_bytes(s.call->intermediate));
+}
+
+// Experts that may take the unit, and where their strips begin.
+void choose_experts(Slab& s) {
+  const MxkMoe& c = *s.call;
+  bool any = false;
+  for (int64_t e = 0; e < c.experts; ++e) {
+    const int64_t rows = s.start[e + 1] - s.start[e];
+    const bool unit = s.unit && rows >= s.unit->least_rows[c.format];
+    any |= unit;
+    s.by_unit[e] = unit;
+    s.h_first[e + 1] = s.h_first[e] + (unit ? strips_of(rows, kStripRoutes) * kStripRoutes : rows);
+    s.x_first[e + 1] = s.x_first[e] + (unit ? strips_of(rows, kStripTokens) : 0);
+  }
+  if (!any) s.unit = nullptr;
+}
+
+void refuse_tokens(Slab& s) {
+  const MxkMoe& c = *s.call;
+  for (int64_t t; (t = s.claimed[4].fetch_add(1)) < s.tokens;) {
+    if (s.unit->accepts(bytes(c.x) + (s.first + t) * c.x_line, c.hidden)) continue;
+    for (int64_t slot = 0; slot < c.top_k; ++slot) {
+      const int64_t place = s.position[t * c.top_k + slot];
+      if (place >= 0) __atomic_store_n(&s.by_unit[expert_at(s.start, c.experts, place)], 0, __ATOMIC_RELAXED);
+    }
+  }
+}
+
+void pack_tokens(Slab& s) {
+  const MxkMoe& c = *s.call;
+  for (int64_t i; (i = s.claimed[5].fetch_add(1)) < s.x_first[c.experts];) {
+    const int64_t e = expert_at(s.x_first, c.experts, i);
+    if (!s.by_unit[e]) continue;
+    const int64_t first = s.start[e] + (i - s.x_first[e]) * kStripTokens, left = s.start[e + 1] - first;
+    const int count = int(left < kStripTokens ? left : kStripTokens);
+    const uint8_t* tokens[kStripTokens];
+    for (int t = 0; t < count; ++t) tokens[t] = bytes(c.x) + (s.first + s.token[first + t]) * c.x_line;
+    s.unit->pack(tokens, count, c.hidden, s.x_strips + i * strip_bytes(c.hidden));
+  }
+}
+
+// Gate and up tiles from row 16 `step` on, 2 or 4 of them.
+void gate_up_on_unit(Slab& s, const ThreadScratch& scratch, const Activation& activation, int64_t expert, const Tile* tiles,
+                     int num_tiles, int64_t step) {
+  const MxkMoe& c = *s.call;
+  const int64_t rows = s.start[expert + 1] - s.start[expert], strips = strips_of(rows, kStripTokens);
+  for (int64_t first = 0; first < strips; first += kMatrixStrips) {
+    const int64_t count = strips - first < kMatrixStrips ? strips - first : kMatrixStrips;
+    const int64_t left = rows - first * kStripTokens, most = count * kStripTokens;
+    const uint8_t* x = s.x_strips + (s.x_first[expert] + first) * strip_bytes(c.hidden);
+    const MatrixCall call = {tiles, num_tiles, x, int(count), int(left < most ? left : most), false, nullptr};
+    s.unit->multiply(call, scratch.matrix);
+    uint8_t* h = intermediate_strips(s, expert) + first * (kStripTokens / kStripRoutes) * strip_bytes(c.intermediate);
+    for (int i = 0; i < num_tiles; i += 2, ++step) {
+      const bool end = (step + 1) * kTileRows >= c.intermediate;
+      s.unit->activate(activation, call, i, step, end, c.intermediate, h, scratch.matrix);
+    }
+    step -= num_tiles / 2;
+  }
+}
+
+// The strip that route r is the first of: what the unit would flush in it.
+void look_at_strip(Slab& s, int64_t expert, int64_t r) {
+  const int64_t strip = (r - s.start[expert]) / kStripRoutes;
+  s.tiny[s.h_first[expert] + strip] = s.unit->tiny(
+      intermediate_strips(s, expert) + strip * strip_bytes(s.call->intermediate), s.call->intermediate);
+}
+
+void down_on_unit(const Slab& s, const ThreadScratch& scratch, int64_t expert, const Tile* tiles, int num_tiles,
+                  float (*const* partial)[16]) {
+  const MxkMoe& c = *s.call;
+  const int64_t rows = s.start[expert + 1] - s.start[expert], strips = strips_of(rows, kStripRoutes);
+  for (int64_t first = 0; first < strips; first += kMatrixStrips) {
+    const int64_t count = strips - first < kMatrixStrips ? strips - first : kMatrixStrips;
+    const int64_t left = rows - first * kStripRoutes, most = count * kStripRoutes;
+    const uint8_t* h = intermediate_strips(s, expert) + first * strip_bytes(c.intermediate);
+    const MatrixCall call = {tiles, num_tiles, h, int(count), int(left < most ? left : most), true,
+                             s.tiny + s.h_first[expert] + first};
+    s.unit->multiply(call, scratch.matrix);
+    for (int i = 0; i < num_tiles; ++i)
+      s.unit->join(call, i, scratch.matrix, partial[i] + s.start[expert] + first * kStripRoutes);
+  }
+}
+
+}  // namespace

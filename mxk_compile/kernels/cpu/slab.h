@@ -1,0 +1,49 @@
+// One slab of tokens of a call: what its threads share. Included by moe.cpp alone.
+#pragma once
+#include <algorithm>
+#include <atomic>
+
+#include "operands.h"
+#include "scratch.h"
+
+namespace {
+
+constexpr int kMostDownTiles = 16;
+
+struct ThreadScratch {
+  TileScratch tile;
+  float (*gate)[16];
+  float (*up)[16];
+  float (*partial[kMostDownTiles])[16];  // [routes of the slab][16] of an item's tiles
+  MatrixScratch matrix;
+};
+
+struct Slab {
+  const MxkMoe* call;
+  const Isa* isa;
+  int64_t first, tokens, routes, active, block, threads;
+  int64_t* position;  // [tokens * k]: place in expert order, or -1
+  float* weight;      // [tokens * k]
+  int64_t* start;     // [experts + 1]
+  int64_t* experts;   // [active]
+  int64_t* token;     // [routes], expert order
+  Vector* x;          // [tokens]
+  Vector* h;          // [routes]
+  const Vector** x_of;  // [routes]
+  const Vector** h_of;  // [routes]
+  float** h_row;      // [routes]
+  char* x_memory;
+  char* h_memory;     // rows of vector_bytes(I): h, then its chunks; or the strips of an expert, from a row on
+  // Of experts on a matrix unit (matrix.h); null: none.
+  const MatrixUnit* unit;
+  uint8_t* by_unit;   // [experts]
+  int64_t* h_first;   // [experts + 1]: rows of h_memory before an expert's
+  int64_t* x_first;   // [experts + 1]: strips of tokens before an expert's
+  uint8_t* x_strips;
+  uint8_t* tiny;      // an expert's from h_first on: vectors of an intermediate strip that take exact.h
+  int64_t down_tiles;  // output tiles of one item of the last phase
+  ThreadScratch* scratch;
+  std::atomic<int64_t> claimed[6];
+};
+
+}  // namespace
