@@ -1,4 +1,4 @@
-"""The command `mxk`: demo, generate, explain. Errors are one line on stderr with exit code 2."""
+"""The command `mxk`: demo, generate, explain, build-tpc. Errors are one line on stderr with exit code 2."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import mxk_compile
 from mxk_compile.errors import CheckpointError, MxkError
+from mxk_compile.kernels.tpc.signatures import VARIANT_KERNELS
 
 _PACKAGE_PARENT = Path(__file__).resolve().parent.parent
 SHIPPED_MODEL = _PACKAGE_PARENT / "models" / "tiny-gptoss"
@@ -80,7 +81,9 @@ def _drop_stdout() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="mxk", description="Fused 4-bit mixture-of-experts layers for torch.compile.")
     parser.add_argument("--version", action="version", version=f"mxk {mxk_compile.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{demo,generate,explain}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{demo,generate,explain,build-tpc}"
+    )
 
     demo = commands.add_parser(
         "demo", help="generate with the stock op and with the mxk backend, and compare"
@@ -112,6 +115,30 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens a call to show; default: 1,32,64",
     )
     explain.set_defaults(run=_explain)
+
+    build = commands.add_parser(
+        "build-tpc", help="build the Gaudi 2 kernel and op libraries of a model family, in the serving image"
+    )
+    build.add_argument("--variant", choices=list(VARIANT_KERNELS), default="gptoss")
+    build.add_argument(
+        "--extra-kernel",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="one more kernel for the same libraries: <guid>.c, glue.inc, op.cpp",
+    )
+    build.add_argument("--pt2", action="store_true", help="also build the op library for torch.compile")
+    build.add_argument(
+        "--define",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="for the kernels' preprocessor, as MXK_FID_E2M1=<number of the device's lookup table>",
+    )
+    build.add_argument("--dry-run", action="store_true", help="say each step, build nothing")
+    build.add_argument("target", type=Path, metavar="OUT", help="folder of the build, made or replaced")
+    build.set_defaults(run=_build_tpc)
     return parser
 
 
@@ -180,6 +207,16 @@ def _explain(options: argparse.Namespace) -> None:
     model = load(options.model)
     for num_tokens in options.tokens:
         print(f"T = {num_tokens}", rewrite_table(model, num_tokens), "", sep="\n", flush=True)
+
+
+def _build_tpc(options: argparse.Namespace) -> None:
+    from mxk_compile.kernels.tpc.build import build
+    from mxk_compile.kernels.tpc.request import Request
+
+    request = Request(
+        options.variant, options.target, tuple(options.extra_kernel), options.pt2, tuple(options.define)
+    )
+    build(request, lambda line: print(line, flush=True), options.dry_run)
 
 
 if __name__ == "__main__":

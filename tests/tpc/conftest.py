@@ -1,0 +1,97 @@
+"""Stand-ins for what a serving image has, made once a session: compilers, headers, libraries, the bridge."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import mxk_compile.kernels.tpc.toolchain as toolchain
+
+STAND_INS = pathlib.Path(__file__).parent / "stand_ins"
+SOURCES = pathlib.Path(toolchain.__file__).parent
+CXX = ("g++", "-std=c++17", "-O1", "-fPIC")
+_LIB_UTILS = """
+import pathlib
+HERE = pathlib.Path(__file__).parents[2]
+def get_include_dir(): return str(HERE / "include")
+def get_lib_dir(): return str(HERE / "lib")
+"""
+
+
+def run(*command: object, **options: object) -> str:
+    """stdout of a command that must succeed."""
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Image:
+    """The stand-in image: `root` holds what is below / there, `site` the bridge's package, `programs` tpc-clang."""
+
+    root: pathlib.Path
+    site: pathlib.Path
+    programs: pathlib.Path
+    stock: pathlib.Path
+    graph_compiler: pathlib.Path
+
+    def enter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Makes this process, and those it starts, find the image's parts."""
+        monkeypatch.setattr(toolchain, "SYSTEM", self.root)
+        monkeypatch.setenv("PATH", f"{self.programs}{os.pathsep}{os.environ['PATH']}")
+        monkeypatch.setenv("PYTHONPATH", str(self.site))
+
+
+def compile_stock(target: pathlib.Path, second_guid: str = "cast_bf16_to_f32") -> pathlib.Path:
+    """A stock kernel library (stand_ins/stock.cpp) whose second GUID is the given one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    flags = ("-shared", "-fvisibility=hidden", f'-DSTOCK_SECOND="{second_guid}"', "-I", SOURCES / "glue/api")
+    run(*CXX, *flags, STAND_INS / "stock.cpp", "-o", target)
+    return target
+
+
+def compile_plugin(target: pathlib.Path, *flags: str) -> pathlib.Path:
+    """The bridge's plugin: the recorder."""
+    include = [word for folder in (SOURCES / "oplib/api", SOURCES / "glue") for word in ("-I", folder)]
+    headers = ["-isystem", pathlib.Path(torch.__path__[0]) / "include"]
+    libraries = ["-L", pathlib.Path(torch.__path__[0]) / "lib", "-lc10", "-ltorch_cpu"]
+    source = SOURCES / "oplib/recorder.cpp"
+    run(*CXX, "-w", "-shared", *flags, *include, *headers, source, "-o", target, *libraries)
+    return target
+
+
+@pytest.fixture(scope="session")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    """A serving image of stand-ins."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    folder = tmp_path_factory.mktemp("image")
+    root, site, programs = folder / "root", folder / "site", folder / "bin"
+    stock = compile_stock(root / "usr/lib/habanalabs/libtpc_kernels.so")
+    (root / "usr/include").mkdir(parents=True)
+    shutil.copytree(SOURCES / "glue/api", root / "usr/include/habanalabs")
+
+    bridge = site / "habana_frameworks/torch"
+    (bridge / "utils").mkdir(parents=True)
+    (bridge / "lib").mkdir()
+    for package in (bridge.parent, bridge, bridge / "utils"):
+        (package / "__init__.py").touch()
+    (bridge / "utils/lib_utils.py").write_text(_LIB_UTILS.replace("parents[2]", "parents[1]"))
+    shutil.copytree(SOURCES / "oplib/api", bridge / "include")
+    compile_plugin(bridge / "lib/libhabana_pytorch_plugin.so", "-DMXK_LAZY")
+    compile_plugin(bridge / "lib/libhabana_pytorch2_plugin.so")
+
+    programs.mkdir()
+    clang = programs / "tpc-clang"
+    clang.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_INS / "tpc_clang.py"} "$@"\n')
+    clang.chmod(0o755)
+    graph_compiler = folder / "graph_compiler"
+    run(*CXX, "-I", SOURCES / "glue/api", STAND_INS / "graph_compiler.cpp", "-o", graph_compiler, "-ldl")
+    return Image(root, site, programs, stock, graph_compiler)
