@@ -170,8 +170,7 @@ class EmulatedKernel:
         self._check_arguments(tensors, scalars)
         words = (ctypes.c_int32 * (len(tensors) + len(scalars)))(*range(len(tensors)), *map(_word, scalars))
         descriptors = (_CTensor * len(tensors))(*tensors)
-        generator = torch.Generator().manual_seed(seed)
-        order: list[int] = torch.randperm(invocations, generator=generator).tolist()
+        order = invocation_order(invocations, seed)
         num_workers = min(len(self._libraries), invocations)
 
         def work(index: int) -> list[int]:
@@ -205,6 +204,12 @@ class EmulatedKernel:
                 f"{takes} parameters, at most {MAX_TENSORS} tensors and {MAX_SCALARS} scalars",
                 "pass what its main() lists",
             )
+
+
+def invocation_order(invocations: int, seed: int) -> list[int]:
+    """The order in which a run of one worker calls its invocations."""
+    order: list[int] = torch.randperm(invocations, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order
 
 
 def _describe(kernel: str, tensor: Tensor, owner: Tensor | None) -> _CTensor:

@@ -23,7 +23,7 @@
     X(mac, vpu, 1) X(mac_acc32, vpu, 1) X(mul_acc32, vpu, 1) X(convert, vpu, 1) X(nearbyint, vpu, 1)        \
     X(lane_id, vpu, 1) X(shuffle, vpu, 1) X(mov_dual_group, vpu, 1) X(mov_group, vpu, 1)                    \
     X(special, vpu, 1)                                                                                      \
-    X(st_tnsr, store, 1) X(st_tnsr_partial, store, 1) X(st_l, store, 1) X(st_g, store, 1) X(aso, store, 1)
+    X(st_tnsr, store, 1) X(st_tnsr_partial, store, 1) X(st_l, store, 1)
 
 namespace tpc_emulator {
 
