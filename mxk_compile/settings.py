@@ -21,16 +21,20 @@ class Settings:
             Default 32, as vllm-gaudi's MXFP4 decode kernels.
         cpu_isa: instruction set of the CPU kernels; "auto" takes the best this machine has.
         dump_dir: folder for numbered before/after graphs, or None.
+        cache_dir: folder for compiled GPU kernels and tuned schedules; by default mxk in the user's cache folder.
+        cuda_schedule: the CUDA kernels' schedule of every call (kernels/cuda/schedule.py), or None for the chosen one.
         vllm: whether vLLM's MoE layers run through `mxk::moe` (integrations/vllm.py).
     """
 
     max_tokens: int | None = 32
     cpu_isa: str = "auto"
     dump_dir: str | None = None
+    cache_dir: str = os.path.join("~", ".cache", "mxk")
+    cuda_schedule: str | None = None
     vllm: bool = False
 
     def identity(self) -> tuple[object, ...]:
-        """What of this changes a compiled graph, for cache keys; `dump_dir` and `vllm` are none of it."""
+        """What of this changes a compiled graph, for cache keys; as the fields up to `cpu_isa` do."""
         return (self.max_tokens, self.cpu_isa)
 
     def replace(self, **changes: Any) -> Settings:
@@ -63,6 +67,16 @@ def _dump_dir(value: Any) -> str | None:
     return os.fspath(value) if value else None
 
 
+def _cache_dir(value: Any) -> str:
+    if not value:
+        raise ValueError
+    return str(os.fspath(value))
+
+
+def _cuda_schedule(value: Any) -> str | None:
+    return str(value) if value else None
+
+
 def _vllm(value: Any) -> bool:
     return bool(("0", "1").index(value))
 
@@ -71,12 +85,16 @@ _PARSERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "max_tokens": (_max_tokens, "an integer >= 0, or 'any'"),
     "cpu_isa": (_cpu_isa, ", ".join(CPU_ISAS)),
     "dump_dir": (_dump_dir, "a folder name"),
+    "cache_dir": (_cache_dir, "a folder name"),
+    "cuda_schedule": (_cuda_schedule, "a schedule, as `mxk tune` prints it"),
     "vllm": (_vllm, "0, 1"),
 }
 _VARIABLES = {
     "max_tokens": "MXK_MAX_TOKENS",
     "cpu_isa": "MXK_CPU_ISA",
     "dump_dir": "MXK_DUMP",
+    "cache_dir": "MXK_CACHE_DIR",
+    "cuda_schedule": "MXK_CUDA_SCHEDULE",
     "vllm": "MXK_VLLM",
 }
 
@@ -95,7 +113,9 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
     An unknown `MXK_` variable would be a spelling mistake that silently does nothing, so it is refused too.
     """
     known = {variable: name for name, variable in _VARIABLES.items()}
-    values = {}
+    values: dict[str, Any] = {}
+    if environment.get("XDG_CACHE_HOME"):  # XDG Base Directory Specification
+        values["cache_dir"] = os.path.join(environment["XDG_CACHE_HOME"], "mxk")
     for variable, value in environment.items():
         if variable in known:
             values[known[variable]] = _parse(variable, known[variable], value)

@@ -21,6 +21,9 @@ GOOD = [
     *(("MXK_CPU_ISA", "cpu_isa", isa, isa) for isa in CPU_ISAS),
     ("MXK_DUMP", "dump_dir", "graphs/of this", "graphs/of this"),
     ("MXK_DUMP", "dump_dir", "", None),
+    ("MXK_CACHE_DIR", "cache_dir", "~/kernels", "~/kernels"),
+    ("MXK_CUDA_SCHEDULE", "cuda_schedule", "prefill:64/128", "prefill:64/128"),
+    ("MXK_CUDA_SCHEDULE", "cuda_schedule", "", None),
     ("MXK_VLLM", "vllm", "1", True),
     ("MXK_VLLM", "vllm", "0", False),
 ]
@@ -33,6 +36,12 @@ BAD = [
 
 def test_defaults() -> None:
     assert from_environment({}) == Settings() == Settings(max_tokens=32, cpu_isa="auto", dump_dir=None)
+
+
+def test_cache_folder_is_where_the_user_keeps_caches() -> None:
+    assert from_environment({"XDG_CACHE_HOME": "/caches"}).cache_dir == "/caches/mxk"
+    assert from_environment({"XDG_CACHE_HOME": "/caches", "MXK_CACHE_DIR": "/mine"}).cache_dir == "/mine"
+    assert from_environment({"XDG_CACHE_HOME": ""}).cache_dir == "~/.cache/mxk"
 
 
 @pytest.mark.parametrize(("variable", "name", "value", "expected"), GOOD)
@@ -89,10 +98,11 @@ def test_settings_are_frozen() -> None:
 
 
 def test_identity_holds_what_changes_a_graph() -> None:
-    assert Settings().identity() == Settings(dump_dir="graphs", vllm=True).identity()
+    unrelated = Settings(dump_dir="graphs", vllm=True, cache_dir="kernels", cuda_schedule="prefill:64")
+    assert Settings().identity() == unrelated.identity()
     different = (Settings(), Settings(max_tokens=8), Settings(max_tokens=None), Settings(cpu_isa="avx2"))
     assert len({settings.identity() for settings in different}) == 4
-    covered = {"max_tokens", "cpu_isa", "dump_dir", "vllm"}
+    covered = {"max_tokens", "cpu_isa", "dump_dir", "cache_dir", "cuda_schedule", "vllm"}
     assert {field.name for field in dataclasses.fields(Settings)} == covered, (
         "decide whether the new one is part of it"
     )

@@ -146,6 +146,8 @@ constexpr int AT_LISTS = AT_OFFSETS + round_up(4 * E, 16);
 constexpr int AT_END = AT_LISTS + 6 * 2 * MAX_ROUTES;
 constexpr int SHARED = round_up(AT_END + 16, 128);
 static_assert(SHARED <= SHARED_LIMIT, "shared memory of a block");
+// An epilogue warp waits for every third slot: the buffer's use before that must have ended, or the parity misleads it.
+static_assert(PARTIALS >= EPILOGUE, "partial sums");
 
 extern "C" {
 __device__ __constant__ extern const int decode_threads = THREADS;
@@ -184,7 +186,7 @@ __device__ __forceinline__ uint4 load_l2(const u8* pointer) {
   return v;
 }
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -402,6 +404,10 @@ __device__ __forceinline__ void copy_rows(const Decode& p, const Routes& routes,
       const u32 scale_bytes = round_up(skew + (TWO ? walk.count : rows) * P::GROUPS, 16);
       if (lane == 0) barrier_arrive_expect(done, rows * P::BYTES + scale_bytes * (TWO ? 2 : 1));
       __syncwarp();
+#ifdef MXK_CHUNK
+      if (lane == 0) copy_streamed(slot, w + static_cast<i64>(walk.first) * STEP * P::BYTES, rows * P::BYTES, done, policy);
+      if (0)
+#endif
       for (int i = lane; i < rows; i += 32) {
         const int unit = P::PAIRS ? i >> 1 : i, half = P::PAIRS ? i & 1 : 0;
         const int target = P::PAIRS ? (unit >> 3) * 16 + half * 8 + (unit & 7) : unit;
@@ -488,22 +494,35 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
       const u32 low = slot + ScalePlace<P>::at(tile, g, 0) + skew + 4 * warp + q;
       const u32 high = slot + ScalePlace<P>::at(tile, g, 1) + skew + 4 * warp + q;
       if (MXK_PROBE != 1 && MXK_PROBE != 3) {
+        uint4 words[2][2];
+        u32 bytes[2][2];
+        // Step s of this warp is s * W + warp of the row: only the last may lie past its end.
+        const auto there = [&](int s) { return (s + 1) * W <= P::STEPS || s * W + warp < P::STEPS; };
+        const auto fetch = [&](int s) {
+          words[s & 1][0] = load_shared_16(tile_weights + s * W * 64);
+          words[s & 1][1] = load_shared_16(tile_weights + s * W * 64 + 8 * P::STRIDE);
+          bytes[s & 1][0] = load_shared_byte(low + s * W * 4);
+          bytes[s & 1][1] = load_shared_byte(high + s * W * 4);
+        };
+        if (there(0)) fetch(0);
 #pragma unroll
         for (int s = 0; s < P::STEPS_A_WARP; ++s) {
-          if (s * W + warp >= P::STEPS) break;
-          const uint4 wa = load_shared_16(tile_weights + s * W * 64);
-          const uint4 wb = load_shared_16(tile_weights + s * W * 64 + 8 * P::STRIDE);
-          u32 sa = scale_pair(load_shared_byte(low + s * W * 4)), sb = scale_pair(load_shared_byte(high + s * W * 4));
-          if (P::GROUPS % 4 != 0 && 4 * (s * W + warp) + q >= P::GROUPS) sa = sb = 0;  // past the row: 0 times anything finite
-          const u32 a_words[4] = {wa.x, wa.y, wa.z, wa.w}, b_words[4] = {wb.x, wb.y, wb.z, wb.w};
+          if (!there(s)) continue;
+          if (s + 1 < P::STEPS_A_WARP && there(s + 1)) fetch(s + 1);
+          u32 scale_low = scale_pair(bytes[s & 1][0]), scale_high = scale_pair(bytes[s & 1][1]);
+          // Past the end of the row: 0 times whatever is there, which `unpack` makes finite.
+          if ((s + 1) * W * 4 > P::GROUPS && 4 * (s * W + warp) + q >= P::GROUPS) scale_low = scale_high = 0;
+          const uint4 &l = words[s & 1][0], &h = words[s & 1][1];
+          const u32 low_words[4] = {l.x, l.y, l.z, l.w}, high_words[4] = {h.x, h.y, h.z, h.w};
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            u32 ua[4], ub[4];
-            unpack(a_words[j], ua);
-            unpack(b_words[j], ub);
+            u32 low_pairs[4], high_pairs[4];
+            unpack(low_words[j], low_pairs);
+            unpack(high_words[j], high_pairs);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-              const u32 a[4] = {scaled(ua[2 * i], sa), scaled(ub[2 * i], sb), scaled(ua[2 * i + 1], sa), scaled(ub[2 * i + 1], sb)};
+              const u32 a[4] = {scaled(low_pairs[2 * i], scale_low), scaled(high_pairs[2 * i], scale_high),
+                                scaled(low_pairs[2 * i + 1], scale_low), scaled(high_pairs[2 * i + 1], scale_high)};
 #pragma unroll
               for (int n = 0; n < NT; ++n) multiply(c[n][i], a, b[s][n][4 * j + 2 * i], b[s][n][4 * j + 2 * i + 1]);
             }

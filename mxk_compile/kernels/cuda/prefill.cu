@@ -50,6 +50,7 @@ struct Gemm {
   i32 row_step, gate_row, up_row, up_expert;  // row of output i: gate i * row_step + gate_row, up of expert + up_expert
   i32 bias_dtype, activation;
   float alpha, limit;
+  i32 chained;  // whether the launch before is the same product for other tiles, which this one need not wait for
 };
 
 // Nibbles j and j + 4 of a word as two bf16 of value * 2^-126 (E2M1's exponent and mantissa at the low end of bf16's).
@@ -276,7 +277,10 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
     barrier_init_fence();
   }
   __syncthreads();
-  wait_for_earlier_kernels();
+  // A chained launch begins when the one before has waited, so its input is there; it waits at its end, so that what
+  // comes after both waits for both.
+  if (!p.chained) wait_for_earlier_kernels();
+  let_later_kernels_start();
   const int tile_outputs = GATE_UP ? 128 : 256;
   const int row_tiles = (p.outputs + tile_outputs - 1) / tile_outputs;
   const int total = *p.num_tiles * row_tiles;
@@ -304,6 +308,7 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
       compute_tile<GATE_UP>(p, tile, work % row_tiles, ring);
     }
   }
+  if (p.chained) wait_for_earlier_kernels();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_gate_up(const __grid_constant__ Gemm p) {

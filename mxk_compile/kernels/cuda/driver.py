@@ -1,0 +1,162 @@
+"""What of CUDA's driver the launches need: modules, attributes, and cuLaunchKernelEx on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from typing import Any
+
+import torch
+
+from mxk_compile.errors import KernelError
+
+
+def ask(result: tuple[Any, ...]) -> Any:
+    """The values of a driver call; raises KernelError with the driver's name for what went wrong."""
+    status, *values = result
+    if status.value != 0:
+        raise KernelError(
+            "CUDA driver", status.name, "a call that succeeds", "see the driver's documentation"
+        )
+    return values[0] if len(values) == 1 else values
+
+
+class _Scratch(threading.local):
+    """A thread's launch configuration and parameter bytes: the driver is called without Python's lock."""
+
+    config: Any = None
+    parameters: Any
+    address: int
+
+
+class Kernel:
+    """A kernel of a loaded library, how it is launched, and the layout of its one argument.
+
+    Args:
+        handle: of the kernel, valid on every device.
+        layout: of the argument, as `struct` describes it.
+        threads, shared_bytes: of a block.
+        overlap: whether it may start before the kernel ahead of it has ended (it waits in its own code).
+        cooperative: whether all blocks must be resident at once.
+    """
+
+    def __init__(
+        self,
+        handle: Any,
+        layout: struct.Struct,
+        threads: int,
+        shared_bytes: int = 0,
+        *,
+        overlap: bool = False,
+        cooperative: bool = False,
+    ) -> None:
+        self.handle, self.layout, self.threads, self.shared_bytes = handle, layout, threads, shared_bytes
+        self.overlap, self.cooperative = overlap, cooperative
+        self._scratch = _Scratch()
+        self._ready: set[int] = set()
+
+    def _prepare(self, scratch: _Scratch) -> None:
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.blockDimX, config.sharedMemBytes = self.threads, self.shared_bytes
+        attributes = []
+        for wanted, name, field in (
+            (self.overlap, "PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed"),
+            (self.cooperative, "COOPERATIVE", "cooperative"),
+        ):
+            if wanted:
+                attribute = driver.CUlaunchAttribute()
+                attribute.id = getattr(driver.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}")
+                setattr(attribute.value, field, 1)
+                attributes.append(attribute)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        scratch.parameters = ctypes.create_string_buffer(self.layout.size)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(scratch.parameters))
+        scratch.parameters.pointers = pointers  # keeps them alive
+        scratch.address = ctypes.addressof(pointers)
+        scratch.config = config
+
+    def _allow_shared(self, device: int) -> None:
+        """Raises the limit of dynamic shared memory on a device, once."""
+        from cuda.bindings import driver
+
+        if self.shared_bytes > 48 * 1024:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            ask(driver.cuKernelSetAttribute(attribute, self.shared_bytes, self.handle, device))
+        self._ready.add(device)
+
+    def launch(self, device: int, stream: int, blocks: int, *values: Any) -> None:
+        """Puts one launch on `stream` of the current device; `values` fill the argument's layout."""
+        scratch = self._scratch
+        if scratch.config is None:
+            self._prepare(scratch)
+        if device not in self._ready:
+            self._allow_shared(device)
+        self.layout.pack_into(scratch.parameters, 0, *values)
+        config = scratch.config
+        config.gridDimX = blocks
+        config.hStream = stream
+        (status,) = _launch()(config, self.handle, scratch.address, 0)
+        if status.value != 0:
+            ask((status,))
+
+
+@functools.cache
+def _launch() -> Any:
+    from cuda.bindings import driver
+
+    return driver.cuLaunchKernelEx
+
+
+class Library:
+    """Machine code, loaded for every device of the process."""
+
+    def __init__(self, code: bytes) -> None:
+        from cuda.bindings import driver
+
+        self._code = code
+        with _while_capturing():
+            self._handle = ask(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+
+    def kernel(self, name: str) -> Any:
+        """Handle of a kernel."""
+        from cuda.bindings import driver
+
+        return ask(driver.cuLibraryGetKernel(self._handle, name.encode()))
+
+    def constant(self, name: str) -> int:
+        """Value of a 32-bit constant of the module, read on the current device."""
+        from cuda.bindings import driver
+
+        value = ctypes.c_int32()
+        with _while_capturing():
+            address, size = ask(driver.cuLibraryGetGlobal(self._handle, name.encode()))
+            assert size == ctypes.sizeof(value)
+            ask(driver.cuMemcpyDtoH(ctypes.addressof(value), address, size))
+        return value.value
+
+
+class _while_capturing:
+    """Allows loading and reading back, which no captured work depends on, while a stream is being captured."""
+
+    def __enter__(self) -> None:
+        from cuda.bindings import driver
+
+        torch.cuda.current_stream()  # CUDA is initialised, and its context current
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._mode = ask(driver.cuThreadExchangeStreamCaptureMode(relaxed))
+
+    def __exit__(self, *_: object) -> None:
+        from cuda.bindings import driver
+
+        ask(driver.cuThreadExchangeStreamCaptureMode(self._mode))
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Number of multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

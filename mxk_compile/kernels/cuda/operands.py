@@ -1,0 +1,147 @@
+"""How a call's tensors reach the kernels: struct Operand of call.cuh, enumerations, and strides."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxk_compile.kernels.desc import MoEDesc
+from mxk_compile.ops.moe import Weights
+from mxk_compile.variants import ACTIVATIONS
+
+OPERAND = "QQqq"  # struct Operand: base, table, expert stride, row stride
+FLOATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}  # enum Dtype
+ALIGNMENT = 16  # of addresses and strides that the kernels' wide loads and bulk copies want, in bytes
+
+_logger = logging.getLogger("mxk_compile.kernels")
+
+
+@functools.cache
+def _say_copied(name: str, why: str) -> None:
+    _logger.warning("mxk::moe: %s is %s and is copied in every call; store it so", name, why)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One weight argument as the kernels see it.
+
+    Attributes:
+        fields: of struct Operand.
+        dtype: of enum Dtype, 0 for packed bytes and absent arguments.
+        kept: what must live as long as this: tables of addresses, copies.
+        copied: whether a copy was made, which must not outlive the call.
+    """
+
+    fields: tuple[int, int, int, int]
+    dtype: int
+    kept: tuple[Tensor, ...] = ()
+    copied: bool = False
+
+    def aligned(self, dense_bytes: int) -> bool:
+        """Whether every expert starts on `ALIGNMENT` bytes and its rows are dense, `dense_bytes` apart."""
+        base, table, expert_stride, row_stride = self.fields
+        addresses = self.kept[-1].tolist() if table else (base, expert_stride)
+        return row_stride == dense_bytes and all(address % ALIGNMENT == 0 for address in addresses)
+
+
+ABSENT = Operand((0, 0, 0, 0), 0)
+
+
+def operand(name: str, value: Weights | None, alignment: int) -> Operand:
+    """Describes one weight argument; rows that are not dense or not on `alignment` bytes are copied.
+
+    Args:
+        name: of the argument, for what is said about copies.
+        value: [E, rows, ...], a list of E tensors [rows, ...], or None or an empty list for an absent argument.
+        alignment: bytes that each row's start must be a multiple of.
+    """
+    if value is None or len(value) == 0:
+        return ABSENT
+    tensors = [value] if isinstance(value, Tensor) else list(value)
+    size = tensors[0].element_size()
+    copied = False
+
+    def fits(tensor: Tensor) -> bool:
+        outer = [
+            stride * size
+            for stride, length in zip(tensor.stride(), tensor.shape[:-1], strict=False)
+            if length > 1
+        ]
+        return (
+            (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
+            and all(number % alignment == 0 for number in (tensor.data_ptr(), *outer))
+            and tensor.stride() == tensors[0].stride()
+        )
+
+    if not all(map(fits, tensors)):
+        _say_copied(name, f"not dense, or not on {alignment} bytes")
+        tensors, copied = [tensor.contiguous() for tensor in tensors], True
+        # contiguous() returns odd addresses of dense views as they are
+        tensors = [tensor if tensor.data_ptr() % alignment == 0 else tensor.clone() for tensor in tensors]
+    first = tensors[0]
+    dtype = FLOATS.get(first.dtype, 0)
+    if isinstance(value, Tensor):
+        row_stride = first.stride(1) * size if first.dim() > 2 else 0
+        fields = (first.data_ptr(), 0, first.stride(0) * size, row_stride)
+        return Operand(fields, dtype, tuple(tensors) if copied else (), copied)
+    row_stride = first.stride(0) * size if first.dim() > 1 else 0
+    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+    table = addresses.to(first.device)
+    kept = (*(tensors if copied else ()), table, addresses)
+    return Operand((0, table.data_ptr(), 0, row_stride), dtype, kept, copied)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The weights of a layer, and where gate and up rows lie in w13."""
+
+    w13: Operand
+    s13: Operand
+    b13: Operand
+    w2: Operand
+    s2: Operand
+    b2: Operand
+    row_step: int
+    gate_row: int
+    up_row: int
+    up_expert: int
+
+    @classmethod
+    def of(cls, desc: MoEDesc, weights: tuple[Any, ...]) -> Operands:
+        """From the eight weight arguments of `mxk::moe` or `mxk::moe.lists`."""
+        w13, s13, w2, s2, _, _, b13, b2 = weights
+        up_row = {"gate_up": desc.intermediate_size, "interleaved": 1}.get(desc.row_order, 0)
+        return cls(
+            # 8: a lane's load of a packed row
+            *(operand("w13", w13, 8), operand("w13_scale", s13, 1), operand("w13_bias", b13, 1)),
+            *(operand("w2", w2, 8), operand("w2_scale", s2, 1), operand("w2_bias", b2, 1)),
+            row_step=2 if desc.row_order == "interleaved" else 1,
+            gate_row=desc.intermediate_size if desc.row_order == "up_gate" else 0,
+            up_row=up_row,
+            up_expert=desc.num_experts if desc.row_order == "separate" else 0,
+        )
+
+    @property
+    def copied(self) -> bool:
+        """Whether any of the weights had to be copied for this call."""
+        return any(part.copied for part in (self.w13, self.s13, self.b13, self.w2, self.s2, self.b2))
+
+    def aligned(self, desc: MoEDesc) -> bool:
+        """Whether rows and scales lie as the bulk copies of the decode kernel want them."""
+        hidden, intermediate = desc.hidden_size, desc.intermediate_size
+        return (
+            self.w13.aligned(hidden // 2)
+            and self.s13.aligned(hidden // 32)
+            and self.w2.aligned(intermediate // 2)
+            and self.s2.aligned(intermediate // 32)
+        )
+
+
+def activation(desc: MoEDesc) -> int:
+    """Of enum Activation."""
+    return ACTIVATIONS.index(desc.activation)

@@ -1,0 +1,165 @@
+"""Which kernel runs a call, and how: one function from a printable problem to a printable schedule.
+
+The order of authority: the settings (`MXK_CUDA_SCHEDULE`), what `mxk tune` stored for this device, `heuristic`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+
+from mxk_compile.errors import SettingsError
+from mxk_compile.kernels.cuda.build import cache_folder, write_whole
+from mxk_compile.settings import settings
+
+DECODE_ROUTES = (64, 256, 1024)
+"""Routes that the decode kernel is compiled for: shared memory holds its lists."""
+_TILE_SIZES = range(16, 129, 16)  # of the prefill kernel
+_MOST_SIZES = 4
+_DECODE_NAMES = ("warps", "stages", "tiles13", "tiles2", "column_tiles", "partials", "max_routes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a schedule may depend on.
+
+    Attributes:
+        device: name of the device.
+        weight_format: as in `mxk::moe`.
+        num_experts, intermediate_size, hidden_size, top_k: E, I, K, k of the layer.
+        num_tokens: T of the call.
+    """
+
+    device: str
+    weight_format: str
+    num_experts: int
+    intermediate_size: int
+    hidden_size: int
+    top_k: int
+    num_tokens: int
+
+    @property
+    def rows_per_expert(self) -> float:
+        """Mean number of routes of an expert, if all are local."""
+        return self.num_tokens * self.top_k / self.num_experts
+
+    @property
+    def key(self) -> str:
+        """Name in the table of tuned schedules: calls with about as many rows an expert share one."""
+        bucket = (
+            2 ** round(2 * math.log2(max(self.rows_per_expert, 1 / self.num_experts)))
+            if self.num_tokens
+            else 0
+        )
+        sizes = f"E{self.num_experts} I{self.intermediate_size} K{self.hidden_size} k{self.top_k}"
+        return f"{self.weight_format} {sizes} rows^2={bucket:g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A kernel and its parameters.
+
+    Attributes:
+        kernel: "decode" (moe_decode.cu) or "prefill" (prefill.cu).
+        macros: of the decode kernel, without MXK_.
+        sizes: tile sizes of the prefill kernel, ascending.
+    """
+
+    kernel: str
+    macros: tuple[tuple[str, int], ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kernel == "prefill":
+            return f"prefill:{'/'.join(map(str, self.sizes))}"
+        return f"decode:{','.join(f'{name}={value}' for name, value in self.macros)}"
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """The schedule that prints as `text`; raises ValueError if none does."""
+        kernel, _, rest = text.partition(":")
+        if kernel == "prefill":
+            sizes = tuple(int(size) for size in rest.split("/"))
+            if not sizes or len(sizes) > _MOST_SIZES or sorted(set(sizes)) != list(sizes):
+                raise ValueError(text)
+            if any(size not in _TILE_SIZES for size in sizes):
+                raise ValueError(text)
+            return cls("prefill", sizes=sizes)
+        pairs = [part.split("=") for part in rest.split(",") if part]
+        if kernel != "decode" or any(len(pair) != 2 or pair[0] not in _DECODE_NAMES for pair in pairs):
+            raise ValueError(text)
+        return cls("decode", tuple((name, int(value)) for name, value in pairs))
+
+
+def heuristic(problem: Problem) -> Schedule:
+    """The schedule for a problem nobody tuned: a pure function."""
+    rows, routes = problem.rows_per_expert, problem.num_tokens * problem.top_k
+    # Beyond, an expert's bytes are unpacked once for every eight rows, which takes longer than to read them.
+    if rows <= 16 and routes <= DECODE_ROUTES[-1]:
+        room = next(size for size in DECODE_ROUTES if routes <= size)
+        return Schedule("decode", (("max_routes", room),))
+    return Schedule("prefill", sizes=prefill_sizes(rows))
+
+
+def prefill_sizes(rows: float) -> tuple[int, ...]:
+    """Tile sizes for experts with about this many rows: what even divisions of likely counts come to."""
+    spread = 2 * math.sqrt(rows)
+    found = set()
+    for count in range(max(1, int(rows - spread)), int(rows + spread) + 17, 16):
+        padded = -(-count // 16) * 16
+        tiles = -(-padded // _TILE_SIZES[-1])
+        found.add(-(-padded // tiles // 16) * 16 if padded % tiles == 0 else -(-padded // (tiles * 16)) * 16)
+    # The largest must be there: it sets the number of tiles. Few launches: of the others, what lies highest.
+    sizes = sorted(found)[-3:]
+    if rows > _TILE_SIZES[-1] / 2 and sizes[-1] != _TILE_SIZES[-1]:
+        sizes = [*sizes[-2:], _TILE_SIZES[-1]]
+    return tuple(sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(problem: Problem) -> Schedule:
+    """The schedule of a call. Raises SettingsError for an override that names none."""
+    if settings.cuda_schedule is not None:
+        return _forced(settings.cuda_schedule)
+    stored = tuned(problem.device).get(problem.key)
+    return stored if stored is not None else heuristic(problem)
+
+
+def _forced(text: str) -> Schedule:
+    try:
+        return Schedule.parse(text)
+    except ValueError as error:
+        names = ", ".join(_DECODE_NAMES)
+        allowed = f"'prefill:SIZE/...' with SIZE of 16..128 in 16s, or 'decode:NAME=N,...' of {names}"
+        raise SettingsError("MXK_CUDA_SCHEDULE", repr(text), allowed, "correct or unset it") from error
+
+
+def _table(device: str) -> str:
+    return "tuned-" + "".join(c if c.isalnum() else "-" for c in device) + ".json"
+
+
+@functools.cache
+def tuned(device: str) -> dict[str, Schedule]:
+    """What `mxk tune` stored for a device, by problem; entries of other versions are passed over."""
+    try:
+        texts = json.loads((cache_folder() / _table(device)).read_text())
+    except (OSError, ValueError):
+        return {}
+    found = {}
+    for key, text in texts.items() if isinstance(texts, dict) else ():
+        try:
+            found[key] = Schedule.parse(text)
+        except (ValueError, AttributeError):
+            continue
+    return found
+
+
+def store(device: str, schedules: dict[str, Schedule]) -> bool:
+    """Adds schedules to the table of a device; False if the cache folder takes no file."""
+    texts = {key: str(schedule) for key, schedule in (tuned(device) | schedules).items()}
+    done = write_whole(cache_folder() / _table(device), json.dumps(texts, indent=1).encode())
+    tuned.cache_clear()
+    choose.cache_clear()
+    return done
