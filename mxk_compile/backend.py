@@ -4,8 +4,8 @@
     torch.compile(model, backend="mxk", options={"inner_backend": "aot_eager", "max_tokens": 16})
 
 With Inductor as the inner backend the passes run as its `post_grad_custom_pre_pass`, so that its own caches,
-decompositions and modes (`reduce-overhead`, ...) work as always; `MxkPass` is that pass, usable alone. Any other inner
-backend receives the rewritten AOT graph.
+decompositions and modes (`reduce-overhead`, ...) work as always; `MxkPass` is that pass, usable alone. Likewise they
+run inside Gaudi's `hpu_backend` (passes/gaudi_bridge.py). Any other inner backend receives the rewritten AOT graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from mxk_compile.errors import SettingsError
 from mxk_compile.kernels import cpu
+from mxk_compile.kernels.inductor import call_directly
 from mxk_compile.passes import Report, run_passes, source_hash
+from mxk_compile.passes.gaudi_bridge import compile_in_bridge
 from mxk_compile.passes.warm import warm_ops
 from mxk_compile.settings import Settings, settings
 from mxk_compile.version import __version__
@@ -64,6 +66,8 @@ def mxk(
         return _compile_with_inductor(module, example_inputs, chosen, mode, inner_options)
     if mode is not None:
         raise SettingsError("backend 'mxk'", f"mode={mode!r}", "modes with Inductor only", "drop the mode")
+    if inner == "hpu_backend":
+        return compile_in_bridge(module, example_inputs, chosen, inner_options)
     backend = compile_with(_resolve(inner, inner_options), chosen)
     return cast(Callable[..., Any], backend(module, example_inputs))
 
@@ -111,6 +115,7 @@ class MxkPass(CustomGraphPass):
         aot = getattr(torch._inductor.virtualized.V, "aot_compilation", False) is True
         run_passes(module, self.settings, can_guard=not aot, nested=False)
         warm_ops(module)
+        call_directly()
         if self.following is not None:
             self.following(graph)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import operator
 from typing import Any
 
 from torch import Tensor
 
+from mxk_compile.kernels import cpu
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
 from mxk_compile.kernels.select import DEVICES, select, supports
 from mxk_compile.ops import library
-from mxk_compile.ops.moe import reference
+from mxk_compile.ops.moe import enter_directly, reference
 
 __all__ = ["KernelConfig", "MoEDesc", "select", "supports"]
 
@@ -34,7 +36,7 @@ class _Verdict:
 
 
 _verdicts: dict[Any, _Verdict] = {}
-"""Verdicts of the calls seen so far, by all but T: to find one anew costs as much as a small call."""
+"""Verdicts of the CUDA calls seen so far, by all but T: to find one anew costs as much as a small call."""
 
 
 def _moe(*args: Any, **attributes: Any) -> Tensor:
@@ -56,6 +58,83 @@ def _moe_lists(*args: Any, **attributes: Any) -> Tensor:
     return _run(_judge(*args, **attributes), args, attributes)
 
 
+_prepared: dict[Any, cpu.Prepared] = {}
+"""CPU calls seen so far, by all that they hold on to: shapes, strides and dtypes, and the addresses of the weights.
+
+It keeps nothing alive: memory that is freed and comes back in the same layout is the same call with other contents.
+"""
+_MOST_PREPARED = 4096
+
+
+def _run_cpu(key: Any, args: tuple[Any, ...], attributes: dict[str, Any]) -> Tensor:
+    """A call that is not in `_prepared`: judged, and put there if it can be run again."""
+    verdict = _judge(*args, **attributes)
+    if verdict.reason is not None:
+        return _run(verdict, args, attributes)
+    prepared = cpu.Prepared(verdict.desc, *args, **verdict.scalars)
+    if prepared.reusable:
+        if len(_prepared) >= _MOST_PREPARED:
+            _prepared.clear()
+        _prepared[key] = prepared
+    return prepared(*args[:3])
+
+
+def moe_cpu(
+    x: Tensor,
+    ids: Tensor,
+    router: Tensor,
+    w13: Tensor,
+    s13: Tensor,
+    w2: Tensor,
+    s2: Tensor,
+    *more: Any,
+    **attributes: Any,
+) -> Tensor:
+    """`mxk::moe` on CPU. Written out, with short names: a small call costs as much as this key."""
+    key = (
+        *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype),
+        *(router.shape, router.stride(), router.dtype),
+        *(
+            w13.data_ptr(),
+            w13.shape,
+            w13.stride(),
+            w13.dtype,
+            s13.data_ptr(),
+            s13.shape,
+            s13.stride(),
+            s13.dtype,
+        ),
+        *(w2.data_ptr(), w2.shape, w2.stride(), w2.dtype, s2.data_ptr(), s2.shape, s2.stride(), s2.dtype),
+        *[None if w is None else (w.data_ptr(), w.shape, w.stride(), w.dtype) for w in more],
+        *attributes.items(),
+    )
+    prepared = _prepared.get(key)
+    if prepared is None:
+        return _run_cpu(key, (x, ids, router, w13, s13, w2, s2, *more), attributes)
+    return prepared(x, ids, router)
+
+
+_shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
+def moe_lists_cpu(x: Tensor, ids: Tensor, router: Tensor, *weights: Any, **attributes: Any) -> Tensor:
+    """`mxk::moe.lists` on CPU."""
+    key = (
+        *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype),
+        *(router.shape, router.stride(), router.dtype),
+        # Sets: lists that run have one layout each, the others are refused or copied and never come here again.
+        *[
+            (*map(Tensor.data_ptr, w), *(frozenset(map(part, w)) for part in (_shape, Tensor.stride, _dtype)))
+            for w in weights
+        ],
+        *attributes.items(),
+    )
+    prepared = _prepared.get(key)
+    if prepared is None:
+        return _run_cpu(key, (x, ids, router, *weights), attributes)
+    return prepared(x, ids, router)
+
+
 def _judge(*args: Any, **attributes: Any) -> _Verdict:
     desc = MoEDesc.from_call(*args, **attributes)
     scalars: dict[str, Any] = {
@@ -72,6 +151,7 @@ def _run(verdict: _Verdict, args: tuple[Any, ...], attributes: dict[str, Any]) -
     return reference(*args, **attributes)
 
 
-for _key in ("CPU", "CUDA"):
-    library.impl("moe", _moe, _key)
-    library.impl("moe.lists", _moe_lists, _key)
+enter_directly(moe_cpu)
+library.impl("moe.lists", moe_lists_cpu, "CPU")
+library.impl("moe", _moe, "CUDA")
+library.impl("moe.lists", _moe_lists, "CUDA")

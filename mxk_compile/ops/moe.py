@@ -34,11 +34,12 @@ zero row whatever else the call holds. The sum over routes is fp32 in slot order
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
 
 from mxk_compile.errors import BackwardError
 from mxk_compile.ops import library
@@ -148,8 +149,11 @@ library.impl("no_backward", _no_backward, "CUDA")
 library.impl("no_backward", lambda grad, like, op: torch.empty_like(like), "Meta")
 
 
-def register_no_backward(op: torch._ops.OpOverload) -> None:
-    """Gives `op` a backward that can be traced and raises BackwardError when it runs, instead of silent zeros."""
+def register_no_backward(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Gives `op` a backward that can be traced and raises BackwardError when it runs, instead of silent zeros.
+
+    Returns its kernel for the dispatcher's autograd keys, called with a keyset and the op's arguments.
+    """
     name = str(op)
 
     def setup_context(
@@ -181,7 +185,27 @@ def register_no_backward(op: torch._ops.OpOverload) -> None:
         return tuple(gradient(place) for place in ctx.places)
 
     torch.library.register_autograd(op, backward, setup_context=setup_context)
+    rule: Callable[..., Any] = make_autograd_impl(op, Info(backward, setup_context))
+    return rule
 
 
-register_no_backward(torch.ops.mxk.moe.default)
+_rule = register_no_backward(torch.ops.mxk.moe.default)
 register_no_backward(torch.ops.mxk.moe.lists)
+
+
+def enter_directly(implementation: Callable[..., Tensor]) -> None:
+    """Registers the CPU implementation of `mxk::moe`, also ahead of autograd for calls that need no gradient.
+
+    Where the CPU would be next (no mode, subclass or transform in between), that saves the dispatcher's second round.
+    """
+    below = torch._C._after_autograd_keyset
+    plain_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).raw_repr()
+
+    def dispatch(keyset: torch._C.DispatchKeySet, *args: Any, **attributes: Any) -> Any:
+        needs_gradient = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        if not needs_gradient and (keyset & below).raw_repr() == plain_cpu:
+            return implementation(*args, **attributes)
+        return _rule(keyset, *args, **attributes)
+
+    library.impl("moe", implementation, "CPU")
+    library.impl("moe", dispatch, "AutogradCPU", with_keyset=True)

@@ -14,6 +14,7 @@ import logging
 import math
 import struct
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,8 @@ _FORMATS = {name: index for index, name in enumerate(WEIGHT_FORMATS)}
 _ROW_ORDERS = {name: index for index, name in enumerate(ROW_ORDERS)}
 _ACTIVATIONS = {name: index for index, name in enumerate(ACTIVATIONS)}
 _PROJECTION = struct.Struct("=15q")
-_CALL = struct.Struct("=24q2d")
+_VARYING = struct.Struct("=5q")
+_FIXED = struct.Struct("=19q2d")
 
 
 with contextlib.suppress(OSError):  # `available` says what is wrong
@@ -62,7 +64,7 @@ def _open() -> ctypes.CDLL | str:
     except OSError as error:
         return f"{LIBRARY.name} cannot be loaded: {error}"
     library.mxk_cpu_abi.restype = ctypes.c_int64
-    if library.mxk_cpu_abi() != 2 * _PROJECTION.size + _CALL.size:
+    if library.mxk_cpu_abi() != _VARYING.size + 2 * _PROJECTION.size + _FIXED.size:
         return f"{LIBRARY.name} was built from other sources; reinstall the package"
     library.mxk_cpu_moe.argtypes = [ctypes.c_char_p]
     library.mxk_cpu_isa.restype = library.mxk_cpu_threads.restype = ctypes.c_char_p
@@ -142,31 +144,20 @@ def _dense(tensor: Tensor, name: str) -> Tensor:
     return tensor.contiguous()
 
 
-_pointer_arrays: list[object] = []
-_layouts: dict[object, bytes] = {}
-"""MxkProjection fields of the weights seen so far, by address and layout: describing them anew costs a small call."""
-_MOST_LAYOUTS = 4096
+class _Keep:
+    """What must live as long as the addresses in a call: arrays of pointers; copies, whose contents grow old."""
+
+    def __init__(self) -> None:
+        self.arrays: list[object] = []
+        self.copies: list[Tensor] = []
 
 
-def _identity(value: Weights | None) -> object:
-    """What of a weight argument its fields depend on; `check_moe` makes sure that a list's tensors are alike."""
-    if isinstance(value, Tensor):
-        return value.data_ptr(), value.shape, value.stride(), value.dtype
-    if not value:
-        return None
-    first = value[0]
-    return tuple(map(Tensor.data_ptr, value)), first.shape, first.stride(), first.dtype
-
-
-def _tensor(value: Weights | None, name: str, keep: list[object]) -> tuple[int, int, int, int]:
-    """Address (of the stack, or of an array of pointers), strides in bytes of expert and line, and dtype.
-
-    Copies, which must outlive the call, go to `keep`.
-    """
+def _tensor(value: Weights | None, name: str, keep: _Keep) -> tuple[int, int, int, int]:
+    """Address (of the stack, or of an array of pointers), strides in bytes of expert and line, and dtype."""
     if isinstance(value, Tensor):
         dense = _dense(value, name)
         if dense is not value:
-            keep.append(dense)
+            keep.copies.append(dense)
         size, strides = dense.element_size(), dense.stride()
         return dense.data_ptr(), strides[0] * size, strides[1] * size, _DTYPES[dense.dtype]
     if not value:
@@ -175,11 +166,11 @@ def _tensor(value: Weights | None, name: str, keep: list[object]) -> tuple[int, 
     if any(tensor.stride() != tensors[0].stride() for tensor in tensors):
         _warn_copy(name)
         tensors = [tensor.contiguous() for tensor in tensors]
-    keep += [dense for dense, tensor in zip(tensors, value, strict=True) if dense is not tensor]
+    keep.copies += [dense for dense, tensor in zip(tensors, value, strict=True) if dense is not tensor]
     first = tensors[0]
     pointers = struct.pack(f"={len(tensors)}q", *map(Tensor.data_ptr, tensors))
     buffer = ctypes.create_string_buffer(pointers, len(pointers))
-    (keep if keep else _pointer_arrays).append(buffer)
+    keep.arrays.append(buffer)
     return ctypes.addressof(buffer), 0, first.stride(0) * first.element_size(), _DTYPES[first.dtype]
 
 
@@ -190,77 +181,106 @@ def _projection(
     zero: Weights | None,
     bias: Weights | None,
     group: int,
-    keep: list[object],
+    keep: _Keep,
 ) -> bytes:
-    """MxkProjection, from the cache if these tensors were described before."""
-    key = _identity(weight), _identity(scale), _identity(zero), _identity(bias), group
-    fields = _layouts.get(key)
-    if fields is not None:
-        return fields
-    copies: list[object] = [] if len(_layouts) < _MOST_LAYOUTS else [None]
-    weights, weight_expert, weight_line, _ = _tensor(weight, name, copies)
-    scales, scale_expert, scale_line, scale_dtype = _tensor(scale, f"{name}_scale", copies)
-    zeros, zero_expert, zero_line, zero_dtype = _tensor(zero, f"{name}_zero", copies)
-    biases, bias_expert, _, bias_dtype = _tensor(bias, f"{name}_bias", copies)
-    fields = _PROJECTION.pack(
+    """MxkProjection."""
+    weights, weight_expert, weight_line, _ = _tensor(weight, name, keep)
+    scales, scale_expert, scale_line, scale_dtype = _tensor(scale, f"{name}_scale", keep)
+    zeros, zero_expert, zero_line, zero_dtype = _tensor(zero, f"{name}_zero", keep)
+    biases, bias_expert, _, bias_dtype = _tensor(bias, f"{name}_bias", keep)
+    return _PROJECTION.pack(
         *(weights, scales, zeros, biases, weight_expert, weight_line, scale_expert, scale_line, scale_dtype),
         *(zero_expert, zero_line, zero_dtype, bias_expert, bias_dtype, group),
     )
-    if not copies:  # the address of a copy dies with this call
-        _layouts[key] = fields
-    keep += copies
-    return fields
 
 
-def moe(
-    desc: MoEDesc,
-    hidden_states: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    w13: Weights,
-    w13_scale: Weights,
-    w2: Weights,
-    w2_scale: Weights,
-    w13_zero: Weights | None = None,
-    w2_zero: Weights | None = None,
-    w13_bias: Weights | None = None,
-    w2_bias: Weights | None = None,
-    *,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    experts_min: int = 0,
-) -> Tensor:
+class Prepared:
+    """A call of `moe` described once: to be run again for as long as layouts, dtypes and weight addresses are the same.
+
+    Attributes:
+        reusable: False where a copy of an argument was made, which holds for one call only.
+    """
+
+    __slots__ = ("_fixed", "_function", "_keep", "_out", "reusable")
+
+    def __init__(
+        self,
+        desc: MoEDesc,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        w13: Weights,
+        w13_scale: Weights,
+        w2: Weights,
+        w2_scale: Weights,
+        w13_zero: Weights | None = None,
+        w2_zero: Weights | None = None,
+        w13_bias: Weights | None = None,
+        w2_bias: Weights | None = None,
+        *,
+        alpha: float = 1.0,
+        limit: float | None = None,
+        experts_min: int = 0,
+    ) -> None:
+        """Arguments as those of `moe`; raises KernelError if the library is missing."""
+        dense = _dense(hidden_states, "hidden_states")
+        self._keep = keep = _Keep()
+        ids_size, weights_size = topk_ids.element_size(), topk_weights.element_size()
+        ids_strides, weights_strides = topk_ids.stride(), topk_weights.stride()
+        fixed = _projection("w13", w13, w13_scale, w13_zero, w13_bias, desc.group_sizes[0], keep)
+        fixed += _projection("w2", w2, w2_scale, w2_zero, w2_bias, desc.group_sizes[1], keep)
+        self._fixed = fixed + _FIXED.pack(
+            *(hidden_states.shape[0], dense.stride(0) * 2),
+            *(_DTYPES[topk_ids.dtype], ids_strides[0] * ids_size, ids_strides[1] * ids_size),
+            *(
+                _DTYPES[topk_weights.dtype],
+                weights_strides[0] * weights_size,
+                weights_strides[1] * weights_size,
+            ),
+            *(desc.top_k, desc.hidden_size, desc.intermediate_size, desc.num_experts, experts_min),
+            *(_FORMATS[desc.weight_format], desc.pack_dim == "output", _ROW_ORDERS[desc.row_order]),
+            *(_ACTIVATIONS[desc.activation], desc.per_route, not isinstance(w2, Tensor)),
+            alpha,
+            math.inf if limit is None else limit,
+        )
+        self._function = _library().mxk_cpu_moe
+        # None: as hidden_states, which costs less than a shape does.
+        self._out = (*topk_ids.shape, desc.hidden_size) if desc.per_route else None
+        self.reusable = dense is hidden_states and not keep.copies
+
+    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """As `moe`, with the layouts and weight addresses given before."""
+        if not self.reusable:
+            hidden_states = _dense(hidden_states, "hidden_states")
+        if self._out is None:
+            out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        else:
+            out = hidden_states.new_empty(self._out)
+        varying = _VARYING.pack(
+            *(hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), out.data_ptr()),
+            torch.get_num_threads(),
+        )
+        if self._function(varying + self._fixed):
+            raise KernelError(
+                *(
+                    "CPU kernels",
+                    "scratch memory could not be had",
+                    "a call that fits memory",
+                    "use fewer tokens",
+                )
+            )
+        return out
+
+
+def moe(desc: MoEDesc, *tensors: Any, **scalars: Any) -> Tensor:
     """`mxk::moe` or `mxk::moe.lists` on CPU: a new bf16 tensor, [T, K] or with `per_route` [T, k, K].
 
     Args:
-        desc: the call's description, which `supports` accepts; the other arguments as in ops/moe.py.
+        desc: the call's description, which `supports` accepts.
+        tensors: hidden_states, topk_ids, topk_weights and the weights, as in ops/moe.py.
+        scalars: alpha, limit, experts_min, as there.
 
     Raises:
         KernelError: the library is missing, or scratch memory could not be had.
     """
-    num_tokens, top_k, hidden_size = hidden_states.shape[0], desc.top_k, desc.hidden_size
-    hidden_states = _dense(hidden_states, "hidden_states")
-    shape = (num_tokens, top_k, hidden_size) if desc.per_route else (num_tokens, hidden_size)
-    out = torch.empty(shape, dtype=torch.bfloat16)
-    keep: list[object] = []
-    ids_size, weights_size = topk_ids.element_size(), topk_weights.element_size()
-    ids_strides, weights_strides = topk_ids.stride(), topk_weights.stride()
-    call = _projection("w13", w13, w13_scale, w13_zero, w13_bias, desc.group_sizes[0], keep)
-    call += _projection("w2", w2, w2_scale, w2_zero, w2_bias, desc.group_sizes[1], keep)
-    call += _CALL.pack(
-        *(hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), out.data_ptr()),
-        hidden_states.stride(0) * 2,
-        *(_DTYPES[topk_ids.dtype], ids_strides[0] * ids_size, ids_strides[1] * ids_size),
-        *(_DTYPES[topk_weights.dtype], weights_strides[0] * weights_size, weights_strides[1] * weights_size),
-        *(num_tokens, top_k, hidden_size, desc.intermediate_size, desc.num_experts, experts_min),
-        *(_FORMATS[desc.weight_format], desc.pack_dim == "output", _ROW_ORDERS[desc.row_order]),
-        *(_ACTIVATIONS[desc.activation], desc.per_route, not isinstance(w2, Tensor)),
-        torch.get_num_threads(),
-        alpha,
-        math.inf if limit is None else limit,
-    )
-    if _library().mxk_cpu_moe(call):
-        raise KernelError(
-            "CPU kernels", "scratch memory could not be had", "a call that fits memory", "use fewer tokens"
-        )
-    return out
+    return Prepared(desc, *tensors, **scalars)(*tensors[:3])

@@ -28,16 +28,18 @@ struct MxkProjection {
 };
 
 struct MxkMoe {
-  MxkProjection w13, w2;
+  // What differs from call to call of one layer stands first: __init__.py keeps the rest as it is.
   const void* x;        // bf16 [T, K]
   const void* ids;      // [T, k]
   const void* weights;  // [T, k]
   void* out;            // bf16 [T, K], or [T, k, K] with per_route; contiguous
-  int64_t x_line;
+  int64_t threads;
+  MxkProjection w13, w2;
+  int64_t tokens, x_line;
   int64_t ids_dtype, ids_line, ids_step;
   int64_t weights_dtype, weights_line, weights_step;
-  int64_t tokens, top_k, hidden, intermediate, experts, experts_min;
-  int64_t format, output_packed, row_order, activation, per_route, lists, threads;
+  int64_t top_k, hidden, intermediate, experts, experts_min;
+  int64_t format, output_packed, row_order, activation, per_route, lists;
   double alpha, limit;  // limit: infinity for no clamp
 };
 
