@@ -158,45 +158,57 @@ void multiply_rows(const MatrixCall& call, int first, const MatrixScratch& scrat
 
 // ---- what the unit does not compute as exact.h does ------------------------------------------------------------------
 
-// Vector `column` of a strip as fp32.
-void read_column(const uint8_t* strip, int column, int64_t n, bool split, float* to) {
+// A route's intermediate out of its strip.
+void read_intermediate(const uint8_t* strip, int column, int64_t n, float* to) {
   for (int64_t k = 0; k < n; ++k) {
     const int in_group = int(k % kGroup), l = in_group % 4, w = in_group / 4;
     const uint8_t* at = strip + k / kGroup * kTileBytes + (4 * l + w / 2) * 64 + column * 4 + w % 2 * 2;
-    uint16_t upper, lower = 0;
+    uint16_t upper, lower;
     std::memcpy(&upper, at, 2);
-    if (split) std::memcpy(&lower, at + kStripRoutes * 4, 2);
+    std::memcpy(&lower, at + kStripRoutes * 4, 2);
     to[k] = from_bf16(upper) + from_bf16(lower);
+  }
+}
+
+// Some rows of one tile for vectors, in place of the unit's sums.
+void mend_tile(const MatrixCall& call, int tile, const MatrixScratch& scratch, const Vector* const* vectors, int count,
+               int first, uint32_t special) {
+  TileScratch exact = {};
+  exact.row = scratch.row;
+  Tile unbiased = call.tiles[tile];
+  unbiased.bias = nullptr;
+  float out[kStripTokens][16];
+  exact_tile(unbiased, vectors, count, special, exact, out);
+  for (int t = 0; t < count; ++t) {
+    const uint32_t rows = vectors[t]->num_digits == 0 ? 0xffffu : special;
+    const int in_strip = call.tokens ? kStripTokens : kStripRoutes, strip = (first + t) / in_strip;
+    float* sums = scratch.sums + (int64_t(tile) * call.num_strips + strip) * 256 + (first + t) % in_strip;
+    for (int r = 0; r < unbiased.rows; ++r) {
+      if (!(rows >> r & 1)) continue;
+      sums[r * 16] = out[t][r];
+      if (!call.tokens) sums[r * 16 + kStripRoutes] = 0;
+    }
   }
 }
 
 __attribute__((noinline)) void mend(const MatrixCall& call, const MatrixScratch& scratch, const uint32_t* special) {
   const int64_t n = call.tiles[0].columns;
-  const int in_strip = call.split ? kStripRoutes : kStripTokens;
-  TileScratch exact = {};
-  exact.row = scratch.row;
-  for (int s = 0; s < call.num_strips; ++s)
-    for (int column = 0; column < in_strip && s * in_strip + column < call.columns; ++column) {
-      const bool all = call.exact && (call.exact[s] >> column & 1);
-      bool read = false;
-      for (int i = 0; i < call.num_tiles; ++i) {
-        const uint32_t rows = all ? 0xffffu : special[i];
-        if (rows == 0) continue;
-        if (!read) read_column(call.strips + s * strip_bytes(n), column, n, call.split, scratch.column);
-        read = true;
-        const Vector vector = {scratch.column, true, -1, nullptr}, *pointer = &vector;
-        Tile tile = call.tiles[i];
-        tile.bias = nullptr;
-        float out[1][16] = {};
-        exact_tile(tile, &pointer, 1, rows, exact, out);
-        float* sums = scratch.sums + (int64_t(i) * call.num_strips + s) * 256;
-        for (int r = 0; r < tile.rows; ++r) {
-          if (!(rows >> r & 1)) continue;
-          sums[r * 16 + column] = out[0][r];
-          if (call.split) sums[r * 16 + column + kStripRoutes] = 0;
-        }
-      }
+  for (int s = 0; s < call.num_strips; ++s) {
+    if (call.tokens) {
+      const int first = s * kStripTokens, left = call.columns - first;
+      for (int i = 0; i < call.num_tiles; ++i)
+        mend_tile(call, i, scratch, call.tokens + first, left < kStripTokens ? left : kStripTokens, first, special[i]);
+      continue;
     }
+    for (int column = 0; column < kStripRoutes && s * kStripRoutes + column < call.columns; ++column) {
+      const bool all = call.exact[s] >> column & 1;
+      if (!all && (special[0] | special[1] | special[2] | special[3]) == 0) continue;
+      read_intermediate(call.strips + s * strip_bytes(n), column, n, scratch.column);
+      const Vector vector = {scratch.column, true, all ? 0 : -1, nullptr}, *pointer = &vector;
+      for (int i = 0; i < call.num_tiles; ++i)
+        mend_tile(call, i, scratch, &pointer, 1, s * kStripRoutes + column, special[i]);
+    }
+  }
 }
 
 template <class Codec>
@@ -209,7 +221,7 @@ void multiply_as(const MatrixCall& call, const MatrixScratch& scratch) {
     if (call.num_tiles % 2) multiply_rows<Codec, 1>(call, call.num_tiles - 1, scratch, special + call.num_tiles - 1);
   }
   bool any = (special[0] | special[1] | special[2] | special[3]) != 0;
-  for (int s = 0; call.exact && s < call.num_strips; ++s) any |= call.exact[s] != 0;
+  for (int s = 0; s < call.num_strips; ++s) any |= call.exact[s] != 0;
   if (any) mend(call, scratch, special);
 }
 
@@ -227,8 +239,8 @@ void multiply(const MatrixCall& call, const MatrixScratch& scratch) {
 inline __mmask32 lanes_of(int64_t left) { return left >= 32 ? 0xffffffffu : (1u << left) - 1; }
 
 // Zeros and magnitudes from 2^-64 to below 2^90.
-bool accepts(const void* x, int64_t n) {
-  const uint16_t* values = static_cast<const uint16_t*>(x);
+bool accepts(const uint8_t* x, int64_t n) {
+  const uint16_t* values = reinterpret_cast<const uint16_t*>(x);
   __mmask32 odd = 0;
   for (int64_t k = 0; k < n; k += 32) {
     const __m512i size =
@@ -239,8 +251,8 @@ bool accepts(const void* x, int64_t n) {
   return odd == 0;
 }
 
-// Tokens to a strip; absent ones and values are zero.
-void pack(const uint8_t* const* tokens, int count, int64_t n, uint8_t* strip) {
+// Absent tokens and values are zero.
+uint16_t pack(const uint8_t* const* tokens, int count, int64_t n, uint8_t* strip) {
   alignas(64) uint16_t order[32];
   for (int l = 0; l < 4; ++l)
     for (int w = 0; w < 8; ++w) order[8 * l + w] = uint16_t(4 * w + l);
@@ -254,6 +266,9 @@ void pack(const uint8_t* const* tokens, int count, int64_t n, uint8_t* strip) {
     transpose(v);
     for (int p = 0; p < 16; ++p) _mm512_store_si512(strip + g * kTileBytes + p * 64, v[p]);
   }
+  uint32_t refused = 0;
+  for (int t = 0; t < count; ++t) refused |= uint32_t(!accepts(tokens[t], n)) << t;
+  return uint16_t(refused);
 }
 
 // ---- the intermediate ----------------------------------------------------------------------------------------------
@@ -309,12 +324,12 @@ void activate(const Activation& activation, const MatrixCall& call, int tile, in
   }
 }
 
-uint8_t tiny(const uint8_t* strip, int64_t n) {
+uint16_t tiny(const uint8_t* strip, int64_t n) {
   __m512i most = _mm512_setzero_si512();
   for (int64_t at = 0; at < strip_bytes(n); at += 64)
     most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_load_si512(strip + at), _mm512_set1_epi16(0x7fff)));
   most = _mm512_max_epi32(_mm512_and_si512(most, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(most, 16));
-  return uint8_t(_mm512_mask_cmplt_epi32_mask(_mm512_test_epi32_mask(most, most), most, _mm512_set1_epi32(kLeastExponent << 7)));
+  return uint16_t(0xff & _mm512_mask_cmplt_epi32_mask(_mm512_test_epi32_mask(most, most), most, _mm512_set1_epi32(kLeastExponent << 7)));
 }
 
 void join(const MatrixCall& call, int tile, const MatrixScratch& scratch, float (*out)[16]) {
@@ -337,7 +352,7 @@ void join(const MatrixCall& call, int tile, const MatrixScratch& scratch, float 
 #if !defined(MXK_AMX_LEAST)
 #define MXK_AMX_LEAST {2, 2, 2}
 #endif
-constexpr MatrixUnit kUnit = {MXK_AMX_LEAST, tiles_begin, tiles_end, accepts, pack, multiply, activate, tiny, join};
+constexpr MatrixUnit kUnit = {MXK_AMX_LEAST, tiles_begin, tiles_end, pack, multiply, activate, tiny, join};
 
 }  // namespace
 

@@ -1,7 +1,7 @@
 // The part of the schedule that experts on a matrix unit take (tile.h). Included by moe.cpp alone.
 //
-// An expert takes the unit if it has MatrixUnit::least_rows routes in the slab and the unit accepts all their tokens:
-// one token that it would flush or overflow sends its experts to the vector path.
+// An expert takes the unit if it has MatrixUnit::least_rows routes in the slab. Vectors and weight rows that the unit would
+// flush or overflow take plain fp32 arithmetic (exact.h), alone.
 #pragma once
 #include "slab.h"
 
@@ -39,27 +39,16 @@ void choose_experts(Slab& s) {
   if (!any) s.unit = nullptr;
 }
 
-void refuse_tokens(Slab& s) {
-  const MxkMoe& c = *s.call;
-  for (int64_t t; (t = s.claimed[4].fetch_add(1)) < s.tokens;) {
-    if (s.unit->accepts(bytes(c.x) + (s.first + t) * c.x_line, c.hidden)) continue;
-    for (int64_t slot = 0; slot < c.top_k; ++slot) {
-      const int64_t place = s.position[t * c.top_k + slot];
-      if (place >= 0) __atomic_store_n(&s.by_unit[expert_at(s.start, c.experts, place)], 0, __ATOMIC_RELAXED);
-    }
-  }
-}
-
 void pack_tokens(Slab& s) {
   const MxkMoe& c = *s.call;
-  for (int64_t i; (i = s.claimed[5].fetch_add(1)) < s.x_first[c.experts];) {
+  for (int64_t i; (i = s.claimed[4].fetch_add(1)) < s.x_first[c.experts];) {
     const int64_t e = expert_at(s.x_first, c.experts, i);
-    if (!s.by_unit[e]) continue;
     const int64_t first = s.start[e] + (i - s.x_first[e]) * kStripTokens, left = s.start[e + 1] - first;
     const int count = int(left < kStripTokens ? left : kStripTokens);
     const uint8_t* tokens[kStripTokens];
     for (int t = 0; t < count; ++t) tokens[t] = bytes(c.x) + (s.first + s.token[first + t]) * c.x_line;
-    s.unit->pack(tokens, count, c.hidden, s.x_strips + i * strip_bytes(c.hidden));
+    s.x_exact[i] = s.unit->pack(tokens, count, c.hidden, s.x_strips + i * strip_bytes(c.hidden));
+    for (int t = 0; t < count; ++t) s.raw[first + t] = {tokens[t], false, s.x_exact[i] >> t & 1 ? 0 : -1, nullptr};
   }
 }
 
@@ -72,7 +61,8 @@ void gate_up_on_unit(Slab& s, const ThreadScratch& scratch, const Activation& ac
     const int64_t count = strips - first < kMatrixStrips ? strips - first : kMatrixStrips;
     const int64_t left = rows - first * kStripTokens, most = count * kStripTokens;
     const uint8_t* x = s.x_strips + (s.x_first[expert] + first) * strip_bytes(c.hidden);
-    const MatrixCall call = {tiles, num_tiles, x, int(count), int(left < most ? left : most), false, nullptr};
+    const MatrixCall call = {tiles, num_tiles, x, int(count), int(left < most ? left : most),
+                             s.raw_of + s.start[expert] + first * kStripTokens, s.x_exact + s.x_first[expert] + first};
     s.unit->multiply(call, scratch.matrix);
     uint8_t* h = intermediate_strips(s, expert) + first * (kStripTokens / kStripRoutes) * strip_bytes(c.intermediate);
     for (int i = 0; i < num_tiles; i += 2, ++step) {
@@ -86,7 +76,7 @@ void gate_up_on_unit(Slab& s, const ThreadScratch& scratch, const Activation& ac
 // The strip that route r is the first of: what the unit would flush in it.
 void look_at_strip(Slab& s, int64_t expert, int64_t r) {
   const int64_t strip = (r - s.start[expert]) / kStripRoutes;
-  s.tiny[s.h_first[expert] + strip] = s.unit->tiny(
+  s.h_exact[s.h_first[expert] + strip] = s.unit->tiny(
       intermediate_strips(s, expert) + strip * strip_bytes(s.call->intermediate), s.call->intermediate);
 }
 
@@ -98,8 +88,8 @@ void down_on_unit(const Slab& s, const ThreadScratch& scratch, int64_t expert, c
     const int64_t count = strips - first < kMatrixStrips ? strips - first : kMatrixStrips;
     const int64_t left = rows - first * kStripRoutes, most = count * kStripRoutes;
     const uint8_t* h = intermediate_strips(s, expert) + first * strip_bytes(c.intermediate);
-    const MatrixCall call = {tiles, num_tiles, h, int(count), int(left < most ? left : most), true,
-                             s.tiny + s.h_first[expert] + first};
+    const MatrixCall call = {tiles, num_tiles, h, int(count), int(left < most ? left : most), nullptr,
+                             s.h_exact + s.h_first[expert] + first};
     s.unit->multiply(call, scratch.matrix);
     for (int i = 0; i < num_tiles; ++i)
       s.unit->join(call, i, scratch.matrix, partial[i] + s.start[expert] + first * kStripRoutes);

@@ -212,8 +212,6 @@ void thread_body(void* data, int thread) {
   const ThreadScratch& scratch = s.scratch[thread];
   if (s.unit) {
     s.unit->begin();
-    refuse_tokens(s);
-    thread_barrier();
     pack_tokens(s);
   }
   prepare_tokens(s);
@@ -247,6 +245,7 @@ bool lay_out(Slab& s, int64_t tokens) {
   // Experts that may take the unit, and what their last strips may waste.
   const int64_t on_unit = s.unit ? std::min(c.experts, routes / s.unit->least_rows[c.format]) : 0;
   const int64_t h_rows = routes + on_unit * (kStripRoutes - 1), x_strips = s.unit ? routes / kStripTokens + on_unit : 0;
+  const int64_t unit_routes = s.unit ? routes : 0;
   const int64_t row_scales = s.unit && c.format != MXK_MXFP4 ? (groups_of(widest) + 15) / 16 * 16 : 0;
   const size_t per_unit = !s.unit ? 0
                                   : Arena::bytes_for<uint8_t>(kMatrixTileBytes) +
@@ -261,7 +260,9 @@ bool lay_out(Slab& s, int64_t tokens) {
                         4 * Arena::bytes_for<int64_t>(c.experts + 1) + Arena::bytes_for<Vector>(tokens) +
                         Arena::bytes_for<Vector>(routes) + 3 * Arena::bytes_for<void*>(routes) +
                         Arena::bytes_for<char>(tokens * x_bytes) + Arena::bytes_for<char>(h_rows * h_bytes) +
-                        Arena::bytes_for<uint8_t>(c.experts) + Arena::bytes_for<uint8_t>(h_rows) +
+                        Arena::bytes_for<uint8_t>(c.experts) + Arena::bytes_for<uint16_t>(h_rows) +
+                        Arena::bytes_for<uint16_t>(x_strips) + Arena::bytes_for<Vector>(unit_routes) +
+                        Arena::bytes_for<void*>(unit_routes) +
                         Arena::bytes_for<uint8_t>(x_strips * strip_bytes(c.hidden)) +
                         Arena::bytes_for<ThreadScratch>(s.threads);
   if (!arena.reserve(shared + size_t(s.threads) * per_thread)) return false;
@@ -274,7 +275,9 @@ bool lay_out(Slab& s, int64_t tokens) {
   s.x_of = arena.take<const Vector*>(routes), s.h_of = arena.take<const Vector*>(routes);
   s.h_row = arena.take<float*>(routes);
   s.x_memory = arena.take<char>(tokens * x_bytes), s.h_memory = arena.take<char>(h_rows * h_bytes);
-  s.by_unit = arena.take<uint8_t>(c.experts), s.tiny = arena.take<uint8_t>(h_rows);
+  s.by_unit = arena.take<uint8_t>(c.experts), s.h_exact = arena.take<uint16_t>(h_rows);
+  s.x_exact = arena.take<uint16_t>(x_strips);
+  s.raw = arena.take<Vector>(unit_routes), s.raw_of = arena.take<const Vector*>(unit_routes);
   s.x_strips = arena.take<uint8_t>(x_strips * strip_bytes(c.hidden));
   s.scratch = arena.take<ThreadScratch>(s.threads);
   for (int64_t t = 0; t < s.threads; ++t) {
@@ -304,6 +307,7 @@ void place_routes(Slab& s) {
   for (int64_t e = 0; e < s.call->experts; ++e)
     for (int64_t r = s.start[e]; r < s.start[e + 1]; ++r) {
       s.x_of[r] = &s.x[s.token[r]], s.h_of[r] = &s.h[r];
+      if (s.unit) s.raw_of[r] = &s.raw[r];
       s.h_row[r] = reinterpret_cast<float*>(s.h_memory + (s.h_first[e] + r - s.start[e]) * h_bytes);
     }
 }

@@ -40,10 +40,12 @@ struct Slab {
   int64_t* h_first;   // [experts + 1]: rows of h_memory before an expert's
   int64_t* x_first;   // [experts + 1]: strips of tokens before an expert's
   uint8_t* x_strips;
-  uint8_t* tiny;      // an expert's from h_first on: vectors of an intermediate strip that take exact.h
+  uint16_t *x_exact, *h_exact;  // vectors of a strip that take exact.h; of h: an expert's from h_first on
+  Vector* raw;        // [routes]: the tokens of experts on the unit
+  const Vector** raw_of;  // [routes]
   int64_t down_tiles;  // output tiles of one item of the last phase
   ThreadScratch* scratch;
-  std::atomic<int64_t> claimed[6];
+  std::atomic<int64_t> claimed[5];
 };
 
 }  // namespace

@@ -29,7 +29,7 @@ constexpr int kSmallest = 127 - 90, kLargest = 127 + 90;  // biased exponents of
 struct Vector {
   const void* raw;  // the values themselves: bf16, or fp32 if `wide`; fp32 values give way to their chunks
   bool wide;
-  int num_digits;  // 0: use raw; -1: the same, for an intermediate copied out of a strip; 1: int16 [4 groups][32] instead of digits (isa_portable.cpp)
+  int num_digits;  // 0: use raw; -1: raw too, but a matrix unit takes it; 1: int16 [4 groups][32] (isa_portable.cpp)
   const uint8_t* chunks;
 };
 
@@ -103,7 +103,7 @@ struct MatrixScratch {  // of one thread
   float* sums;            // [tiles][strips][16 rows][16 columns]
   float *scales, *zeros;  // [kMatrixTiles][16][row_scales]: INT4
   int64_t row_scales;
-  float *row, *column;    // one dequantised row, one vector
+  float *row, *column;    // one dequantised row, one intermediate
 };
 constexpr int kMatrixTileBytes = 64 * 1024;
 
@@ -113,22 +113,22 @@ struct MatrixCall {
   const uint8_t* strips;
   int num_strips;
   int columns;           // vectors in the strips
-  bool split;            // two columns a vector
-  const uint8_t* exact;  // [strips]: bit mask of vectors that take exact.h; null: none
+  const Vector* const* tokens;  // the vectors themselves; null: an intermediate, two columns a vector
+  const uint16_t* exact;        // [strips]: bit mask of vectors that take exact.h
 };
 
 struct MatrixUnit {
   int64_t least_rows[3];  // by MxkFormat: experts with as many routes take the unit
   void (*begin)();        // on each thread, around its work
   void (*end)();
-  bool (*accepts)(const void* x, int64_t n);  // whether the unit computes with these bf16 as exact.h does
-  void (*pack)(const uint8_t* const* tokens, int count, int64_t n, uint8_t* strip);
+  // Tokens to a strip; returns the mask of those with which the unit does not compute as exact.h does.
+  uint16_t (*pack)(const uint8_t* const* tokens, int count, int64_t n, uint8_t* strip);
   void (*multiply)(const MatrixCall&, const MatrixScratch&);
   // From the sums of a call of gate and up tiles (tile, tile + 1 of the sums, rows 16 `step` ...) to the strips of the
   // intermediate; `end`: this is its last step.
   void (*activate)(const Activation&, const MatrixCall&, int tile, int64_t step, bool end, int64_t n, uint8_t* strips,
                    const MatrixScratch&);
-  uint8_t (*tiny)(const uint8_t* strip, int64_t n);  // vectors of an intermediate strip that the unit would flush
+  uint16_t (*tiny)(const uint8_t* strip, int64_t n);  // mask of an intermediate's vectors that the unit would flush
   void (*join)(const MatrixCall&, int tile, const MatrixScratch&, float (*out)[16]);  // sums + bias to out[vector][16]
 };
 

@@ -19,7 +19,7 @@ from mxk_compile.variants import VARIANTS
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
-ISAS = ("portable", "avx2", "avx512")
+ISAS = ("portable", "avx2", "avx512", "amx")
 GPTOSS = {"activation": "swiglu_oai", "alpha": 1.702, "limit": 7.0, "bias": True, "row_order": "interleaved"}
 FORMATS: dict[str, dict[str, Any]] = {
     "mxfp4": {},
@@ -47,10 +47,13 @@ def select(isa: str) -> bool:
 
 
 @pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set in turn; settings' choice is restored."""
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each instruction set in turn, the tile unit emulated where there is none; settings' choice is restored."""
     if not select(request.param):
-        pytest.skip(f"no {request.param} here")
+        if request.param != "amx":
+            pytest.skip(f"no {request.param} here")
+        emulated = request.getfixturevalue("emulated_amx")
+        monkeypatch.setattr(cpu, "_open", lambda: emulated)
     yield request.param
     select("auto")
 
