@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, fx
 
 from mxk_compile.kernels import MoEDesc
@@ -238,6 +239,7 @@ class Bridge:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, registry: bool) -> None:
         self.graphs: list[fx.GraphModule] = []
+        bridges.append(self)
         passes = types.ModuleType("passes")
         self.passes = passes
         passes.OptimizationPassPlacement = Placement  # type: ignore[attr-defined]
@@ -335,6 +337,16 @@ class Bridge:
             return make_boxed_func(graph_module.forward)
 
         return aot_autograd(fw_compiler=compile_inner)(module, example_inputs)
+
+
+bridges: list[Bridge] = []
+"""The bridge of the current test is the last one."""
+
+
+@torch._dynamo.register_backend(name="hpu_backend")
+def hpu_backend(module: fx.GraphModule, example_inputs: list[Any], **options: Any) -> Callable[..., Any]:
+    """What the bridge registers under this name."""
+    return bridges[-1].backend(module, example_inputs, **options)
 
 
 def refuse_unregistered(module: fx.GraphModule) -> None:
