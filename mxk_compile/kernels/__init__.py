@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mxk_compile.kernels import cpu
+from mxk_compile.kernels import cpu, cuda
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
 from mxk_compile.kernels.select import DEVICES, select, supports
 from mxk_compile.ops import library
@@ -155,3 +155,4 @@ enter_directly(moe_cpu)
 library.impl("moe.lists", moe_lists_cpu, "CPU")
 library.impl("moe", _moe, "CUDA")
 library.impl("moe.lists", _moe_lists, "CUDA")
+library.impl("mxfp4_dequant", cuda.mxfp4_dequant, "CUDA")

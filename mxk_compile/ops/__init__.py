@@ -32,6 +32,8 @@ library.define(_moe_schema("moe", "Tensor", "Tensor?", "=None"))
 library.define(_moe_schema("moe.lists", "Tensor[]", "Tensor[]", ""))
 # The stacked tensor behind a list of its experts (ops/stack.py).
 library.define("stack(Tensor(a)[] experts) -> Tensor(a)")
+# bf16 values of packed MXFP4, for users of the stock bf16 op (ops/dequant.py).
+library.define("mxfp4_dequant(Tensor weight, Tensor scale) -> Tensor")
 # The gradient of an op that has none: raises when it runs, so that a joint graph can still be traced.
 library.define("no_backward(Tensor grad, Tensor like, str op) -> Tensor")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mxk_compile.errors import CallError
+from mxk_compile.ops import library
 from mxk_compile.ops.formats import int4, mxfp4
 from mxk_compile.variants import INT4_FORMATS, WEIGHT_FORMATS
 
@@ -35,3 +36,14 @@ def dequantize(
         allowed = "pack_dim='input' and zero=None"
         raise CallError("dequantize", f"{given} with 'mxfp4'", allowed, "use an INT4 format")
     return mxfp4.unpack(weight, scale, dtype)
+
+
+def mxfp4_dequant(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`mxk::mxfp4_dequant`: bf16 [..., N, K] of uint8 [..., N, K / 2] or int32 [..., N, K / 8], scale [..., N, K / 32].
+
+    Raises CallError for dtypes or shapes that do not go together.
+    """
+    return mxfp4.unpack(weight, scale, torch.bfloat16)
+
+
+library.impl("mxfp4_dequant", mxfp4_dequant, "CPU")

@@ -47,3 +47,23 @@ def test_errors_name_what_does_not_go_together(options: dict[str, object], text:
     packed, scale = mxfp4.quantize(torch.ones(1, 32))
     with pytest.raises(CallError, match=text):
         dequantize(packed, scale, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+@pytest.mark.parametrize("columns", [8, 32, 72])
+def test_mxfp4_dequant_is_the_format_and_a_whole_op(dtype: torch.dtype, columns: int) -> None:
+    packed = torch.randint(0, 256, (3, 5, columns // 2), dtype=torch.uint8)
+    scale = torch.randint(100, 140, (3, 5, -(-columns // 32)), dtype=torch.uint8)
+    weight = packed.view(dtype)
+    expected = dequantize(packed, scale, weight_format="mxfp4")  # fp32
+    assert torch.equal(torch.ops.mxk.mxfp4_dequant(weight, scale).float(), expected)
+    torch.library.opcheck(torch.ops.mxk.mxfp4_dequant.default, (weight, scale))
+
+
+def test_mxfp4_dequant_says_what_is_wrong() -> None:
+    weight, scale = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
+    for device in ("cpu", "meta"):
+        with pytest.raises(CallError, match="give one scale byte for each 32 (values|elements) of a row"):
+            torch.ops.mxk.mxfp4_dequant(weight.to(device), scale.to(device))
+        with pytest.raises(CallError, match="view the packed bytes as torch.uint8"):
+            torch.ops.mxk.mxfp4_dequant(weight.short().to(device), scale[:, :1].to(device))

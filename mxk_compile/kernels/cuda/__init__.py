@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from mxk_compile.errors import KernelError
-from mxk_compile.kernels.cuda import build, decode, prefill, scales
+from mxk_compile.kernels.cuda import build, decode, dequant, prefill, scales
 from mxk_compile.kernels.cuda.operands import Operands
 from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
+from mxk_compile.meta.dequant import check_dequant
+from mxk_compile.ops.formats import mxfp4
 
 _CAPABILITY = (9, 0)
 
@@ -172,3 +174,11 @@ def _run(
             _prepared[key] = prepared
     stream = torch._C._cuda_getCurrentRawStream(device)
     return prepared.runner(num_tokens)(device, stream, x, ids, router)
+
+
+def mxfp4_dequant(weight: Tensor, scale: Tensor) -> Tensor:
+    """`mxk::mxfp4_dequant` on a CUDA device; where the kernel cannot run, torch's table look-up of ops/formats."""
+    shape = check_dequant(weight, scale)
+    if shape[-1] % mxfp4.BLOCK or _unavailable() is not None:
+        return mxfp4.unpack(weight, scale, torch.bfloat16)
+    return dequant.dequant(weight, scale)

@@ -22,6 +22,7 @@
 //
 // Limits: K and I multiples of 32 (one scale a 32-group, 8-byte loads); weights 8-byte aligned.
 #include "call.cuh"
+#include "mxfp4.cuh"
 #include "wgmma.cuh"
 
 constexpr int BLOCK = 64;                 // columns of a block: 128 bytes of bf16, the swizzle's span
@@ -52,27 +53,6 @@ struct Gemm {
   float alpha, limit;
   i32 chained;  // whether the launch before is the same product for other tiles, which this one need not wait for
 };
-
-// Nibbles j and j + 4 of a word as two bf16 of value * 2^-126 (E2M1's exponent and mantissa at the low end of bf16's).
-template <int J>
-__device__ __forceinline__ u32 expand(u32 word) {
-  const u32 magnitude = J == 0 ? word << 6 : J == 1 ? word << 2 : J == 2 ? word >> 2 : word >> 6;
-  const u32 sign = J == 3 ? word : word << (12 - 4 * J);
-  return (magnitude & 0x01C001C0u) | (sign & 0x80008000u);
-}
-
-constexpr u32 TWO_126 = 0x7E807E80u;  // 2^126 twice: undoes expand's factor, exactly
-
-// E8M0 byte as bf16 twice. 2^-127 is a subnormal; 255 is NaN.
-__device__ __forceinline__ u32 scale_pair(u32 byte) {
-  const u32 bits = byte == 0 ? 0x0040u : byte == 255 ? 0x7FC0u : byte << 7;
-  return bits | bits << 16;
-}
-
-template <int J>
-__device__ __forceinline__ u32 weights(u32 word, u32 scale) {
-  return multiply_bf16x2(multiply_bf16x2(expand<J>(word), TWO_126), scale);
-}
 
 __device__ __forceinline__ u64 operand_descriptor(u32 address) {  // K-major, 128-byte swizzle, 8 rows = 1024 bytes
   return (static_cast<u64>(1) << 62) | (static_cast<u64>(1024 >> 4) << 32) | (static_cast<u64>(1) << 16) |

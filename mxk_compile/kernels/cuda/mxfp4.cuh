@@ -1,0 +1,24 @@
+// MXFP4 as in ops/formats/mxfp4.py, to bf16: exact wherever bf16 holds the product, and 2^128 and more is infinity.
+#pragma once
+#include "hopper.cuh"
+
+// Nibbles j and j + 4 of a word as two bf16 of value * 2^-126 (E2M1's exponent and mantissa at the low end of bf16's).
+template <int J>
+__device__ __forceinline__ u32 expand(u32 word) {
+  const u32 magnitude = J == 0 ? word << 6 : J == 1 ? word << 2 : J == 2 ? word >> 2 : word >> 6;
+  const u32 sign = J == 3 ? word : word << (12 - 4 * J);
+  return (magnitude & 0x01C001C0u) | (sign & 0x80008000u);
+}
+
+constexpr u32 TWO_126 = 0x7E807E80u;  // 2^126 twice: undoes expand's factor, exactly
+
+// E8M0 byte as bf16 twice. 2^-127 is a subnormal; 255 is NaN.
+__device__ __forceinline__ u32 scale_pair(u32 byte) {
+  const u32 bits = byte == 0 ? 0x0040u : byte == 255 ? 0x7FC0u : byte << 7;
+  return bits | bits << 16;
+}
+
+template <int J>
+__device__ __forceinline__ u32 weights(u32 word, u32 scale) {
+  return multiply_bf16x2(multiply_bf16x2(expand<J>(word), TWO_126), scale);
+}
