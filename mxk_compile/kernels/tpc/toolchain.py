@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -18,10 +19,6 @@ SYSTEM = Path("/")
 _HEADERS = "usr/include/habanalabs"
 _STOCK = "usr/lib/habanalabs/libtpc_kernels.so"
 _CLANG = "opt/habanalabs/bin/tpc-clang"
-_BRIDGE_FOLDERS = (
-    "from habana_frameworks.torch.utils.lib_utils import get_include_dir, get_lib_dir;"
-    "print(get_include_dir()); print(get_lib_dir())"
-)
 WITHOUT_BRIDGE = ("env", "TORCH_DEVICE_BACKEND_AUTOLOAD=0", sys.executable, "-c")
 """Runs a Python program in which `import torch` does not open a device."""
 
@@ -53,7 +50,7 @@ class Toolchain:
         Args:
             pt2: whether header and plugin of the PT2 interface are needed too.
         """
-        bridge_headers, bridge_libraries = _bridge_folders()
+        bridge = _bridge()
         headers = ["hpu_custom_op.h"] + ["hpu_custom_op_pt2.h"] * pt2
         plugins = ["libhabana_pytorch_plugin.so"] + ["libhabana_pytorch2_plugin.so"] * pt2
         return cls(
@@ -61,8 +58,8 @@ class Toolchain:
             cxx=_program("g++"),
             nm=_program("nm"),
             kernel_headers=_folder(SYSTEM / _HEADERS, ["tpc_kernel_lib_interface.h"]),
-            bridge_headers=_folder(bridge_headers, headers),
-            bridge_libraries=_folder(bridge_libraries, plugins),
+            bridge_headers=_folder(bridge and bridge / "include", headers),
+            bridge_libraries=_folder(bridge and bridge / "lib", plugins),
             stock_library=_file(SYSTEM / _STOCK),
         )
 
@@ -130,15 +127,8 @@ def _folder(path: Path | None, files: list[str]) -> Path | None:
     return path if path is not None and all((path / file).is_file() for file in files) else None
 
 
-def _bridge_folders() -> tuple[Path | None, Path | None]:
-    said = subprocess.run(
-        [*WITHOUT_BRIDGE, _BRIDGE_FOLDERS],
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    lines = said.stdout.splitlines()
-    if said.returncode != 0 or len(lines) < 2:
-        return None, None
-    return Path(lines[-2]), Path(lines[-1])
+def _bridge() -> Path | None:
+    """Folder of habana_frameworks.torch, which is not imported: that may open a device."""
+    spec = importlib.util.find_spec("habana_frameworks")
+    folders = [Path(location) / "torch" for location in (spec and spec.submodule_search_locations) or ()]
+    return next((folder for folder in folders if folder.is_dir()), None)

@@ -175,6 +175,14 @@ GlueCodeReturn instantiate(const OwnKernel& kernel, const HabanaKernelParams& no
   return GLUE_SUCCESS;
 }
 
+void restrict_layouts(TensorDataLayout* layouts, const Tensor* tensors, uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint32_t rank = tensors[i].geometry.dims;
+    memset(layouts[i].layout, '*', MAX_TENSOR_DIM);
+    memset(layouts[i].layout, '#', rank < MAX_TENSOR_DIM ? rank : MAX_TENSOR_DIM);
+  }
+}
+
 }  // namespace
 
 EXPORT GlueCodeReturn GetKernelGuids(DeviceId device, uint32_t* count, GuidInfo* guids) {
@@ -201,7 +209,13 @@ EXPORT GlueCodeReturn InstantiateTpcKernel(const HabanaKernelParams* node, Haban
 
 EXPORT GlueCodeReturn GetSupportedDataLayouts(const HabanaKernelParams* node, NodeDataLayouts* layouts, uint32_t* count) {
   if (own(node->deviceId, node->guid)) {
-    *count = 0;  // no layout but the one given
+    // One answer, asked for first without room for it; no answer would fail the node. "#" a dimension is a layout that
+    // the graph compiler must keep: with don't-care it may move a transposition past the node, onto our tensors.
+    *count = 1;
+    if (layouts) {
+      restrict_layouts(layouts->inputs, node->inputTensors, node->inputTensorNr);
+      restrict_layouts(layouts->outputs, node->outputTensors, node->outputTensorNr);
+    }
     return GLUE_SUCCESS;
   }
   return stock.layouts ? stock.layouts(node, layouts, count) : GLUE_FAILED;
