@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 import torch
 
 import mxk_compile.kernels.tpc.toolchain as toolchain
+from mxk_compile.cli import main
 
 STAND_INS = pathlib.Path(__file__).parent / "stand_ins"
 SOURCES = pathlib.Path(toolchain.__file__).parent
@@ -87,3 +90,42 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     graph_compiler = folder / "graph_compiler"
     run(*CXX, "-I", SOURCES / "glue/api", STAND_INS / "graph_compiler.cpp", "-o", graph_compiler, "-ldl")
     return Image(root, site, programs, stock, graph_compiler)
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A build of `mxk build-tpc`: its folder, and what the command said."""
+
+    folder: pathlib.Path
+    said: str
+
+
+def run_cli(image: Image, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `mxk` with these arguments, in this process, inside the image."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        image.enter(patch)
+        try:
+            code = main(list(arguments))
+        except SystemExit as error:
+            code = int(str(error.code))
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="session")
+def muse(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Variant muse with both op libraries."""
+    folder = tmp_path_factory.mktemp("muse") / "lib"
+    code, said, error = run_cli(image, "build-tpc", "--variant", "muse", "--pt2", str(folder))
+    assert code == 0, error
+    return Built(folder, said)
+
+
+@pytest.fixture(scope="session")
+def gptoss(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Variant gptoss with one extra kernel."""
+    folder = tmp_path_factory.mktemp("gptoss") / "lib"
+    extra = str(STAND_INS / "extra")
+    code, said, error = run_cli(image, "build-tpc", "--extra-kernel", extra, str(folder))
+    assert code == 0, error
+    return Built(folder, said)

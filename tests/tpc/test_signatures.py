@@ -52,7 +52,14 @@ def check(rows: dict[str, tuple[str, str]], folder: pathlib.Path) -> subprocess.
     ]
     source = folder / "signatures.cpp"
     source.write_text("\n".join(['#include "tpc_emulator.h"', *lines]) + "\n")
-    command = [emulate.compiler(), "-std=gnu++17", "-march=native", "-fsyntax-only", "-w", f"-I{emulate.EMULATOR}"]
+    command = [
+        emulate.compiler(),
+        "-std=gnu++17",
+        "-march=native",
+        "-fsyntax-only",
+        "-w",
+        f"-I{emulate.EMULATOR}",
+    ]
     return subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
 
 

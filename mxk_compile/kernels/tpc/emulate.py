@@ -66,7 +66,7 @@ _TOTALS = (
         "culled_lanes",
         "repeated_partial_stores",
     ),
-    *("mac_chains", "mac_distance_milli", "vlm_bytes", "slm_bytes", "lut_entries"),
+    *("mac_pairs", "mac_distance", "vlm_bytes", "slm_bytes", "lut_entries"),
 )
 
 
@@ -80,8 +80,8 @@ class Counters:
         bytes_loaded, bytes_stored: of tensors, inside their bounds.
         padded_lanes, culled_lanes: lanes of loads and stores beyond dim 0.
         repeated_partial_stores: partial stores with size and offset of the store before: the device drops them.
-        mac_distance: least VPU cycles of the chunk region per MAC of one accumulator, None without long chains; the
-            latency is 4 cycles.
+        mac_distance: least VPU ops from a MAC of the chunk region to one on its result, in source order, None without
+            such pairs; the latency is 4 cycles.
         vlm_bytes, slm_bytes: local memory that the kernel declares, vectors and the rest.
         lut_entries: entries of the tables that were looked up.
         unwritten: elements that no invocation wrote, one number an output.
@@ -94,7 +94,7 @@ class Counters:
     padded_lanes: int
     culled_lanes: int
     repeated_partial_stores: int
-    mac_distance: float | None
+    mac_distance: int | None
     vlm_bytes: int
     slm_bytes: int
     lut_entries: int
@@ -249,9 +249,9 @@ def _counters(parts: Sequence[Sequence[int]], unwritten: tuple[int, ...]) -> Cou
     values = {name: sum(part[index] for part in parts) for index, name in enumerate(_TOTALS)}
     for name in ("vlm_bytes", "slm_bytes", "lut_entries"):  # of the kernel, not of an invocation
         values[name] = max(part[_TOTALS.index(name)] for part in parts)
-    chains, distance = _TOTALS.index("mac_chains"), _TOTALS.index("mac_distance_milli")
-    distances = [part[distance] / 1000 for part in parts if part[chains]]
-    del values["mac_chains"], values["mac_distance_milli"]
+    pairs, distance = _TOTALS.index("mac_pairs"), _TOTALS.index("mac_distance")
+    distances = [part[distance] for part in parts if part[pairs]]
+    del values["mac_pairs"], values["mac_distance"]
     ops = {}
     for index, region in enumerate(REGIONS):
         start = len(_TOTALS) + index * len(names)

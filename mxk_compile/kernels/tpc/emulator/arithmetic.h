@@ -52,17 +52,15 @@ template <class R> TPC_INLINE Lanes<R> smaller(const Lanes<R> &a, const Lanes<R>
     return map<R>([](auto x, auto y) { return x < y ? x : y; }, a, b);
 }
 
-constexpr uint32_t min_chain = 16;
-
-// The accumulator of a MAC, with its history: VPU cycles per MAC must stay above the latency of 4 (latencies.cpp).
-TPC_INLINE float64 accumulated(const Floats &value, const float64 &previous) {
+// The accumulator after a MAC. In the order of the source, a MAC on the result of another must come at least its latency
+// of 4 cycles later (latencies.cpp).
+TPC_INLINE float64 accumulated(const Floats &value, int64_t last_mac) {
     float64 r = float64::of(value);
     if (state.region != Region::chunk) return r;
-    r.macs = previous.macs + 1;
-    r.first_mac = previous.macs ? previous.first_mac : state.vpu_clock;
-    if (__builtin_expect(r.macs == min_chain, 0)) {
-        const int64_t milli = (state.vpu_clock - r.first_mac) * 1000 / (min_chain - 1);
-        if (!state.totals.mac_chains++ || milli < state.totals.mac_distance_milli) state.totals.mac_distance_milli = milli;
+    r.last_mac = state.vpu_clock;
+    if (last_mac != 0) {
+        const int64_t distance = r.last_mac - last_mac;
+        if (!state.totals.mac_pairs++ || distance < state.totals.mac_distance) state.totals.mac_distance = distance;
     }
     return r;
 }
@@ -173,7 +171,7 @@ TPC_INLINE float64 v_f32_mac_b(float64 a, float64 b, float64 accumulator, int sw
     written("v_f32_mac_b", a, b, accumulator);
     count(op_mac);
     if (predicate == polarity) return accumulator;
-    return accumulated(fused(switches & SW_NEG ? negative(a.d) : a.d, b.d, accumulator.d), accumulator);
+    return accumulated(fused(switches & SW_NEG ? negative(a.d) : a.d, b.d, accumulator.d), accumulator.last_mac);
 }
 TPC_INLINE float128 v_bf16_mac_acc32_b(bfloat128 a, bfloat128 b, float128 accumulator, int switches = 0, bool predicate = 1,
                                        bool polarity = 0) {
@@ -183,7 +181,7 @@ TPC_INLINE float128 v_bf16_mac_acc32_b(bfloat128 a, bfloat128 b, float128 accumu
     count(op_mac_acc32);
     if (predicate == polarity) return accumulator;
     const bool negated = switches & SW_NEG;
-    return {accumulated(fused(negated ? negative(even(a)) : even(a), even(b), accumulator.v1.d), accumulator.v1),
+    return {accumulated(fused(negated ? negative(even(a)) : even(a), even(b), accumulator.v1.d), accumulator.v1.last_mac),
             float64::of(fused(negated ? negative(odd(a)) : odd(a), odd(b), accumulator.v2.d))};
 }
 TPC_INLINE float128 v_bf16_mul_acc32_b(bfloat128 a, bfloat128 b, int switches = 0,
@@ -194,7 +192,7 @@ TPC_INLINE float128 v_bf16_mul_acc32_b(bfloat128 a, bfloat128 b, int switches = 
     written("v_bf16_mul_acc32_b", a, b);
     count(op_mul_acc32);
     if (predicate == polarity) return income;
-    return {float64::of(even(a) * even(b)), float64::of(odd(a) * odd(b))};
+    return {accumulated(even(a) * even(b), 0), float64::of(odd(a) * odd(b))};
 }
 TPC_INLINE bfloat128 v_convert_f32_to_bf16_all_b(float128 src, int switches = 0, bfloat128 income = tpc_emulator::Unset(),
                                                  bool predicate = 1, bool polarity = 0) {

@@ -51,8 +51,7 @@ constexpr int cycles_of[] = {
 // Read by ../emulate.py in this order; every field is an int64.
 struct Totals {
     int64_t chunk_rows, bytes_loaded, bytes_stored, padded_lanes, culled_lanes, repeated_partial_stores;
-    int64_t mac_chains;         // accumulators that took at least min_chain MACs in the chunk region
-    int64_t mac_distance_milli; // least VPU cycles between MACs of one of them, averaged over the chain, x 1000
+    int64_t mac_pairs, mac_distance; // MACs on the result of another, least VPU ops from one to the next; chunk region
     int64_t vlm_bytes, slm_bytes, lut_entries;
     int64_t ops[num_regions][num_operations];
 };

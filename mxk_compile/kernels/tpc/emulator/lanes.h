@@ -33,9 +33,13 @@ TPC_INLINE V dual_groups_moved(const V &a, uint32_t mask, const int (&source)[4]
     written("mov_dual_group income", income);
     const Bytes from = as<uint8_t>(a.d);
     Bytes r = as<uint8_t>(income.d);
-    for (int i = 0; i < 256; i++) {
+    for (int i = 0; i < 256; i += 32) { // a group
         const int g = i / 64, group = i % 64 / 32;
-        if ((enabled[g] >> group & 1) && (mask >> (i % 32) & 1)) r.memory()[i] = from.memory()[64 * source[g] + i % 64];
+        if (!(enabled[g] >> group & 1)) continue;
+        const uint8_t *moved = from.memory() + 64 * source[g] + i % 64;
+        for (int k = 0; k < 32; k++) {
+            if (mask >> k & 1) r.memory()[i + k] = moved[k];
+        }
     }
     return V::of(as<Raw>(r));
 }

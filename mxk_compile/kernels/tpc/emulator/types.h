@@ -1,5 +1,5 @@
 // Vectors, predicates, int5 and bf16. A vector remembers whether it was ever written (0 = yes: C's {0} is zero memory,
-// while stack and local memory are poisoned) and, as an accumulator, how many MACs it took and when the first was.
+// while stack and local memory are poisoned) and, as an accumulator, when its last MAC was.
 #pragma once
 #include "counters.h"
 #if defined(__AVX512F__)
@@ -119,24 +119,22 @@ template <class T, int N> struct Vector {
 
     lanes d;
     uint32_t unset;
-    uint32_t macs;
-    int64_t first_mac;
+    int64_t last_mac; // VPU op of the chunk region, from 1; 0 = none
 
     Vector() = default;
     template <class S, class = std::enable_if_t<std::is_arithmetic_v<S> || std::is_same_v<S, bf16>>>
-    TPC_INLINE Vector(S value) : d(broadcast<raw>(stored<T>(T(value)))), unset(0), macs(0), first_mac(0) {}
-    Vector(std::initializer_list<T> values) : d(lanes{}), unset(0), macs(0), first_mac(0) {
+    TPC_INLINE Vector(S value) : d(broadcast<raw>(stored<T>(T(value)))), unset(0), last_mac(0) {}
+    Vector(std::initializer_list<T> values) : d(lanes{}), unset(0), last_mac(0) {
         int i = 0;
         for (T value : values) d.memory()[i++] = stored<T>(value);
     }
     template <class U, int M> TPC_INLINE explicit Vector(const Vector<U, M> &other) // a C cast: same bits
-        : d(as<raw>(other.d)), unset(other.unset), macs(0), first_mac(0) {}
+        : d(as<raw>(other.d)), unset(other.unset), last_mac(0) {}
     static TPC_INLINE Vector of(const lanes &value) {
         __attribute__((uninitialized)) Vector v;
         v.d = value;
         v.unset = 0;
-        v.macs = 0;
-        v.first_mac = 0;
+        v.last_mac = 0;
         return v;
     }
     LaneReference<T> operator[](int i) {
