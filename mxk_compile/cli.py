@@ -1,4 +1,5 @@
-"""The command `mxk`: demo, generate, explain, build-tpc. Errors are one line on stderr with exit code 2."""
+"""The command `mxk`: demo, generate, explain, build-tpc, gaudi. Errors are one line on stderr with exit code 2, or 1 where
+`mxk gaudi` leaves a checkout as it was."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import mxk_compile
-from mxk_compile.errors import CheckpointError, MxkError
+from mxk_compile.errors import CheckpointError, InstallError, MxkError
 from mxk_compile.kernels.tpc.signatures import VARIANT_KERNELS
 
 _PACKAGE_PARENT = Path(__file__).resolve().parent.parent
@@ -20,6 +21,7 @@ SHIPPED_MODEL = _PACKAGE_PARENT / "models" / "tiny-gptoss"
 """The trained model of the repository; there in a checkout, not in an installed wheel."""
 _MAX_COUNT = 1_000_000  # of tokens
 _DEFAULT_PROMPT = "And it came to pass"
+_EXIT_UNCHANGED = 1
 _EXIT_ERROR, _EXIT_INTERRUPTED, _EXIT_PIPE = (
     2,
     130,
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except MxkError as error:
-        return _fail(str(error))
+        return _fail(str(error), _EXIT_UNCHANGED if isinstance(error, InstallError) else _EXIT_ERROR)
     except KeyboardInterrupt:
         return _EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader is gone: `mxk generate | head`
@@ -65,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = _EXIT_ERROR) -> int:
     print(f"mxk: error: {message}", file=sys.stderr)
-    return _EXIT_ERROR
+    return code
 
 
 def _drop_stdout() -> None:
@@ -82,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="mxk", description="Fused 4-bit mixture-of-experts layers for torch.compile.")
     parser.add_argument("--version", action="version", version=f"mxk {mxk_compile.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{demo,generate,explain,build-tpc}"
+        dest="command", required=True, metavar="{demo,generate,explain,build-tpc,gaudi}"
     )
 
     demo = commands.add_parser(
@@ -139,6 +141,11 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--dry-run", action="store_true", help="say each step, build nothing")
     build.add_argument("target", type=Path, metavar="OUT", help="folder of the build, made or replaced")
     build.set_defaults(run=_build_tpc)
+
+    gaudi = commands.add_parser("gaudi", help="lazy mode: write or take out the hooks in vllm-gaudi")
+    gaudi.add_argument("action", choices=["install", "uninstall"])
+    gaudi.add_argument("folder", type=Path, metavar="DIR", help="vllm-gaudi checkout, or its package")
+    gaudi.set_defaults(run=_gaudi)
     return parser
 
 
@@ -207,6 +214,13 @@ def _explain(options: argparse.Namespace) -> None:
     model = load(options.model)
     for num_tokens in options.tokens:
         print(f"T = {num_tokens}", rewrite_table(model, num_tokens), "", sep="\n", flush=True)
+
+
+def _gaudi(options: argparse.Namespace) -> None:
+    from mxk_compile.lazy import install
+
+    run = install.install if options.action == "install" else install.uninstall
+    print(run(options.folder))
 
 
 def _build_tpc(options: argparse.Namespace) -> None:

@@ -39,6 +39,10 @@ class KernelError(MxkError):
     """A kernel library could not be loaded, or refused a call that `supports()` had accepted."""
 
 
+class InstallError(MxkError):
+    """Hooks could not be written into, or taken out of, the files of another package; they are as they were."""
+
+
 class GraphError(MxkError):
     """A pass produced a graph that `passes/verify.py` does not accept: a defect of this package."""
 
