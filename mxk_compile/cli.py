@@ -1,5 +1,4 @@
-"""The command `mxk`: demo, generate, explain, build-tpc, gaudi. Errors are one line on stderr with exit code 2, or 1 where
-`mxk gaudi` leaves a checkout as it was."""
+"""The command `mxk`. Errors are one line on stderr with exit code 2, or 1 where `mxk gaudi` changed nothing."""
 
 from __future__ import annotations
 
