@@ -1,0 +1,109 @@
+"""Which schedule a call gets: a pure function, a table of tuned ones, an override."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+from mxk_compile.errors import SettingsError
+from mxk_compile.kernels.cuda import schedule
+from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose, heuristic, prefill_sizes
+from mxk_compile.settings import Settings
+
+GPTOSS = Problem("some device", "mxfp4", 128, 2880, 2880, 4, 1)
+
+
+def gptoss(num_tokens: int) -> Problem:
+    return Problem("some device", "mxfp4", 128, 2880, 2880, 4, num_tokens)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty table, and no choice made before."""
+    monkeypatch.setattr(schedule, "cache_folder", lambda: tmp_path)
+    for function in (schedule.tuned, choose):
+        function.cache_clear()
+    yield
+    for function in (schedule.tuned, choose):
+        function.cache_clear()
+
+
+def test_few_rows_an_expert_decode_and_many_prefill() -> None:
+    kinds = [heuristic(gptoss(num_tokens)).kernel for num_tokens in (1, 32, 64, 4096, 16384)]
+    assert kinds == ["decode", "decode", "decode", "prefill", "prefill"]
+    # The same number of tokens over fewer experts are more rows an expert.
+    assert heuristic(Problem("some device", "mxfp4", 2, 2880, 2880, 2, 256)).kernel == "prefill"
+
+
+def test_the_choice_depends_on_nothing_but_the_problem() -> None:
+    for num_tokens in (1, 7, 64, 1000, 16384):
+        assert heuristic(gptoss(num_tokens)) == heuristic(gptoss(num_tokens)) == choose(gptoss(num_tokens))
+        assert choose(gptoss(num_tokens)) is choose(gptoss(num_tokens)), "memoised"
+
+
+@pytest.mark.parametrize("rows", [0.01, 1, 8, 31, 32, 64, 100, 127, 128, 129, 200, 512, 1000, 100000])
+def test_tile_sizes_are_what_the_kernel_takes(rows: float) -> None:
+    sizes = prefill_sizes(rows)
+    assert 1 <= len(sizes) <= 4
+    assert list(sizes) == sorted(set(sizes))
+    assert all(size % 16 == 0 and 16 <= size <= 128 for size in sizes)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 256, 4096, 16384])
+def test_a_schedule_is_printed_and_read_back(num_tokens: int) -> None:
+    chosen = heuristic(gptoss(num_tokens))
+    assert Schedule.parse(str(chosen)) == chosen
+
+
+def test_the_setting_overrides_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule.store("some device", {GPTOSS.key: Schedule("prefill", sizes=(32,))})
+    monkeypatch.setattr(schedule, "settings", Settings(cuda_schedule="prefill:64/128"))
+    assert choose(GPTOSS) == Schedule("prefill", sizes=(64, 128))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prefill",
+        "prefill:",
+        "prefill:128/64",
+        "prefill:100",
+        "prefill:256",
+        "prefill:16/32/48/64/80",
+        "decode:a=1",
+        "decode:warps",
+        "decode:warps=x",
+        "fast",
+    ],
+)
+def test_a_wrong_override_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "settings", Settings(cuda_schedule=text))
+    with pytest.raises(SettingsError) as caught:
+        choose(GPTOSS)
+    assert str(caught.value).startswith(f"MXK_CUDA_SCHEDULE: {text!r}; allowed: 'prefill:SIZE/...'")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_was_tuned_is_used_for_its_device_only() -> None:
+    tuned = Schedule("decode", (("warps", 12), ("max_routes", 256)))
+    assert schedule.store("some device", {GPTOSS.key: tuned})
+    assert choose(GPTOSS) == tuned
+    other = Problem("another device", "mxfp4", 128, 2880, 2880, 4, 1)
+    assert choose(other) == heuristic(other)
+    assert choose(gptoss(4096)) == heuristic(gptoss(4096))
+    assert schedule.store("some device", {gptoss(4096).key: Schedule("prefill", sizes=(64,))})
+    assert choose(GPTOSS) == tuned, "kept"
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"a": 1}', '{"a": "decode:unknown=1"}'])
+def test_a_broken_table_is_passed_over(tmp_path: pathlib.Path, content: str) -> None:
+    (tmp_path / schedule._table("some device")).write_text(content)
+    assert choose(GPTOSS) == heuristic(GPTOSS)
+
+
+def test_a_folder_that_takes_no_file_is_said(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(schedule, "cache_folder", lambda: tmp_path / "file")
+    assert not schedule.store("some device", {GPTOSS.key: heuristic(GPTOSS)})
