@@ -24,7 +24,7 @@ from mxk_compile.settings import settings
 
 SOURCES = Path(__file__).parent
 ARCHITECTURE = "sm_90a"  # wgmma and setmaxnreg exist only there
-_OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "--default-device")
+_OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "-default-device")
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 _logger = logging.getLogger("mxk_compile.kernels")
