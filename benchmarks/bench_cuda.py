@@ -14,74 +14,20 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mxk_compile.kernels import MoEDesc, cuda, supports
 from mxk_compile.kernels.cuda import schedule
+from mxk_compile.kernels.cuda.tune import Layer, attributes_of, random_layer, random_routing, replay_us
 from mxk_compile.ops.moe import reference
 from mxk_compile.testing import rel_l2
 from mxk_compile.variants import VARIANTS, MoEVariant
 
 CHECKED_TOKENS = 16
-SCALE_BYTES = (118, 124)  # 2^-9 .. 2^-4
 PROBE_BYTES = 4 << 30
-
-
-def layer(variant: MoEVariant, num_experts: int, generator: torch.Generator) -> tuple[Tensor | None, ...]:
-    """The eight weight arguments of one layer, random."""
-    hidden, intermediate = variant.hidden_size, variant.intermediate_size
-
-    def integers(low: int, high: int, *shape: int) -> Tensor:
-        size = (num_experts, *shape)
-        return torch.randint(low, high, size, dtype=torch.uint8, device="cuda", generator=generator)
-
-    def floats(columns: int) -> Tensor | None:
-        if not variant.bias:
-            return None
-        return torch.randn(num_experts, columns, device="cuda", generator=generator).bfloat16()
-
-    return (
-        *(
-            integers(0, 256, 2 * intermediate, hidden // 2),
-            integers(*SCALE_BYTES, 2 * intermediate, hidden // 32),
-        ),
-        *(integers(0, 256, hidden, intermediate // 2), integers(*SCALE_BYTES, hidden, intermediate // 32)),
-        *(None, None, floats(2 * intermediate), floats(hidden)),
-    )
-
-
-def routing(
-    variant: MoEVariant, num_experts: int, num_tokens: int, rms: float, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden_states, topk_ids over all local experts, topk_weights."""
-    x = torch.randn(num_tokens, variant.hidden_size, device="cuda", generator=generator) * rms
-    scores = torch.rand(num_tokens, num_experts, device="cuda", generator=generator)
-    ids = scores.topk(min(variant.top_k, num_experts), dim=1).indices
-    weights = torch.softmax(torch.randn(ids.shape, device="cuda", generator=generator), dim=1)
-    return x.bfloat16(), ids, weights
-
-
-def replay_us(run: Callable[[], None], samples: int) -> float:
-    """Median time of a graph of `run`, which was called before."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for sample in range(samples + 3):  # three warm up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if sample >= 3:
-            times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
 
 
 def read_bandwidth() -> float:
@@ -94,19 +40,15 @@ def read_bandwidth() -> float:
 def measure(
     arguments: argparse.Namespace,
     variant: MoEVariant,
-    layers: list[tuple[Tensor | None, ...]],
+    layers: list[Layer],
     num_tokens: int,
     bandwidth: float,
 ) -> dict[str, Any]:
     """One line of results."""
     generator = torch.Generator("cuda").manual_seed(num_tokens)
     num_experts = arguments.experts or variant.num_experts
-    routed = routing(variant, num_experts, num_tokens, arguments.rms, generator)
-    attributes = {
-        **{"weight_format": variant.weight_format, "row_order": variant.row_order},
-        **{"activation": variant.activation, "alpha": variant.alpha, "limit": variant.limit},
-        "per_route": variant.per_route,
-    }
+    routed = random_routing(variant, num_experts, num_tokens, arguments.rms, generator)
+    attributes = attributes_of(variant)
     desc = MoEDesc.from_call(*routed, *layers[0], **attributes)
     reason = supports(desc)
     if reason is not None:
@@ -165,7 +107,7 @@ def main() -> None:
     with torch.inference_mode():
         bandwidth = read_bandwidth()
         experts = arguments.experts or variant.num_experts
-        layers = [layer(variant, experts, generator) for _ in range(arguments.copies)]
+        layers = [random_layer(variant, experts, generator) for _ in range(arguments.copies)]
         for num_tokens in map(int, arguments.tokens.split(",")):
             json.dump(measure(arguments, variant, layers, num_tokens, bandwidth), sys.stdout)
             print(flush=True)

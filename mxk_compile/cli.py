@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import mxk_compile
-from mxk_compile.errors import CheckpointError, InstallError, MxkError
+from mxk_compile.errors import CheckpointError, InstallError, KernelError, MxkError
 from mxk_compile.kernels.tpc.signatures import VARIANT_KERNELS
+from mxk_compile.variants import VARIANTS
 
 _PACKAGE_PARENT = Path(__file__).resolve().parent.parent
 SHIPPED_MODEL = _PACKAGE_PARENT / "models" / "tiny-gptoss"
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="mxk", description="Fused 4-bit mixture-of-experts layers for torch.compile.")
     parser.add_argument("--version", action="version", version=f"mxk {mxk_compile.__version__}")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{demo,generate,explain,build-tpc,gaudi}"
+        dest="command", required=True, metavar="{demo,generate,explain,tune,build-tpc,gaudi}"
     )
 
     demo = commands.add_parser(
@@ -116,6 +117,21 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens a call to show; default: 1,32,64",
     )
     explain.set_defaults(run=_explain)
+
+    tune = commands.add_parser("tune", help="CUDA: time kernel schedules for a layer, and keep the fastest")
+    tune.add_argument(
+        "--variant",
+        choices=[name for name, row in VARIANTS.items() if row.weight_format == "mxfp4"],
+        default="gptoss",
+        help="model row; default: gptoss",
+    )
+    tune.add_argument(
+        "--experts", type=_count, metavar="E", help="experts on this device, if not the row's number"
+    )
+    tune.add_argument(
+        "--tokens", type=_counts, default=[1, 8, 32], metavar="T,...", help="tokens a call; default: 1,8,32"
+    )
+    tune.set_defaults(run=_tune)
 
     build = commands.add_parser(
         "build-tpc", help="build the Gaudi 2 kernel and op libraries of a model family, in the serving image"
@@ -230,6 +246,23 @@ def _build_tpc(options: argparse.Namespace) -> None:
         options.variant, options.target, tuple(options.extra_kernel), options.pt2, tuple(options.define)
     )
     build(request, lambda line: print(line, flush=True), options.dry_run)
+
+
+def _tune(options: argparse.Namespace) -> None:
+    import torch
+
+    from mxk_compile.kernels.cuda import unavailable
+    from mxk_compile.kernels.cuda.tune import tune
+
+    reason = unavailable()
+    if reason is not None:
+        raise KernelError("mxk tune", reason, "a Hopper GPU and cuda-bindings", "run it where the model runs")
+    variant = VARIANTS[options.variant]
+    experts = options.experts or variant.num_experts
+    with torch.inference_mode():
+        for num_tokens in options.tokens:
+            print(f"{variant.name}, E = {experts}, T = {num_tokens}", flush=True)
+            print(f"kept: {tune(variant, experts, num_tokens)}", flush=True)
 
 
 if __name__ == "__main__":

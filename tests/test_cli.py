@@ -57,7 +57,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required: {demo,generate,explain,build-tpc}"),
+        ([], "required: {demo,generate,explain,tune,build-tpc,gaudi}"),
         (["train"], "'train' (choose from"),
         (["generate", "--model", "x"], "--prompt"),
         (["explain", "x", "--tokens", "1,0"], "'0' is not a number of at least 1"),
@@ -364,3 +364,11 @@ def test_scores_by_hand() -> None:
     # Predicted: token 1 with 1/4, then token 0 with 1/8.
     assert demo.perplexity(logits, [2, 1, 0]) == pytest.approx((1 / (0.25 * 0.125)) ** 0.5)
     assert demo.rel_l2(torch.tensor([3.0, 5.0]), torch.tensor([3.0, 4.0])) == pytest.approx(0.2)
+
+
+def test_tune_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert cli.main(["tune", "--variant", "glm", "--experts", "32", "--tokens", "1,2"]) == 2
+    text = "mxk: error: mxk tune: there is no CUDA device; allowed: a Hopper GPU and cuda-bindings; "
+    assert capsys.readouterr().err == text + "run it where the model runs\n"

@@ -25,7 +25,7 @@ from mxk_compile.ops.formats import mxfp4
 _CAPABILITY = (9, 0)
 
 
-def _unavailable() -> str | None:
+def unavailable() -> str | None:
     """None if the current device and this installation can run the kernels, else the reason."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
@@ -48,10 +48,10 @@ def supports(desc: MoEDesc) -> str | None:
     elif desc.num_experts > prefill.MOST_EXPERTS or not 1 <= desc.top_k <= prefill.MOST_TOP_K:
         reason = f"E = {desc.num_experts}, k = {desc.top_k}; allowed: E up to 1024, k of 1 to 64"
     else:
-        unavailable = _unavailable()
-        if unavailable is None:
+        missing = unavailable()
+        if missing is None:
             return None
-        reason = unavailable
+        reason = missing
     return f"CUDA kernels: {reason}"
 
 
@@ -100,6 +100,10 @@ class Prepared:
         chosen = self._schedules.get(num_tokens)
         if chosen is None:
             chosen = self._schedules[num_tokens] = plan(self.desc, num_tokens, self.device)
+        return self.runner_of(chosen)
+
+    def runner_of(self, chosen: Schedule) -> decode.Decode | prefill.Prefill:
+        """What runs calls by a schedule; compiles it if need be."""
         small = chosen.kernel == "decode" and scales.small(self._scales) is True
         runner = self._runners.get((chosen, small))
         if runner is None:
@@ -179,6 +183,6 @@ def _run(
 def mxfp4_dequant(weight: Tensor, scale: Tensor) -> Tensor:
     """`mxk::mxfp4_dequant` on a CUDA device; where the kernel cannot run, torch's table look-up of ops/formats."""
     shape = check_dequant(weight, scale)
-    if shape[-1] % mxfp4.BLOCK or _unavailable() is not None:
+    if shape[-1] % mxfp4.BLOCK or unavailable() is not None:
         return mxfp4.unpack(weight, scale, torch.bfloat16)
     return dequant.dequant(weight, scale)

@@ -1,0 +1,187 @@
+"""`mxk tune`: times candidate schedules of a layer on this device and stores the fastest, by problem (schedule.py).
+
+Also what benchmarks need: random layers made on the device, and times by graph replay.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxk_compile.errors import KernelError
+from mxk_compile.kernels.cuda import Prepared
+from mxk_compile.kernels.cuda import schedule as schedules
+from mxk_compile.kernels.cuda.build import cache_folder
+from mxk_compile.kernels.cuda.schedule import DECODE_ROUTES, Problem, Schedule, heuristic, prefill_sizes
+from mxk_compile.kernels.desc import MoEDesc
+from mxk_compile.kernels.select import supports
+from mxk_compile.ops.moe import reference
+from mxk_compile.testing import rel_l2
+from mxk_compile.variants import MoEVariant
+
+_SCALE_BYTES = (118, 124)  # 2^-9 .. 2^-4: weights of the size that trained layers have
+_WARM_UP = 3
+_MOST_ERROR = 4e-3  # rel_l2 of a right result; see docs/performance/h200.md
+_CHECKED_TOKENS = 16
+
+Layer = tuple["Tensor | None", ...]
+"""The eight weight arguments of `mxk::moe`."""
+
+
+def random_layer(variant: MoEVariant, num_experts: int, generator: torch.Generator) -> Layer:
+    """MXFP4 weights of one layer, made on the generator's CUDA device."""
+    hidden, intermediate = variant.hidden_size, variant.intermediate_size
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        size = (num_experts, *shape)
+        return torch.randint(low, high, size, dtype=torch.uint8, device="cuda", generator=generator)
+
+    def floats(columns: int) -> Tensor | None:
+        if not variant.bias:
+            return None
+        return torch.randn(num_experts, columns, device="cuda", generator=generator).bfloat16()
+
+    return (
+        *(
+            integers(0, 256, 2 * intermediate, hidden // 2),
+            integers(*_SCALE_BYTES, 2 * intermediate, hidden // 32),
+        ),
+        *(integers(0, 256, hidden, intermediate // 2), integers(*_SCALE_BYTES, hidden, intermediate // 32)),
+        *(None, None, floats(2 * intermediate), floats(hidden)),
+    )
+
+
+def random_routing(
+    variant: MoEVariant, num_experts: int, num_tokens: int, rms: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden_states, topk_ids over all local experts, topk_weights."""
+    x = torch.randn(num_tokens, variant.hidden_size, device="cuda", generator=generator) * rms
+    scores = torch.rand(num_tokens, num_experts, device="cuda", generator=generator)
+    ids = scores.topk(min(variant.top_k, num_experts), dim=1).indices
+    weights = torch.softmax(torch.randn(ids.shape, device="cuda", generator=generator), dim=1)
+    return x.bfloat16(), ids, weights
+
+
+def attributes_of(variant: MoEVariant) -> dict[str, Any]:
+    """The attributes of `mxk::moe` for a model row."""
+    return {
+        "weight_format": variant.weight_format,
+        "row_order": variant.row_order,
+        "activation": variant.activation,
+        "alpha": variant.alpha,
+        "limit": variant.limit,
+        "per_route": variant.per_route,
+    }
+
+
+def replay_us(run: Callable[[], object], samples: int) -> float:
+    """Median time of a CUDA graph of `run`, which was called before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times: list[float] = []
+    for sample in range(_WARM_UP + samples):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if sample >= _WARM_UP:
+            times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def candidates(problem: Problem) -> Iterator[Schedule]:
+    """Schedules worth timing for a problem, without repetition; the untuned one comes first."""
+    rows, routes = problem.rows_per_expert, problem.num_tokens * problem.top_k
+    found = [heuristic(problem)]
+    if routes <= DECODE_ROUTES[-1]:
+        room = next(size for size in DECODE_ROUTES if routes <= size)
+        for warps, column_tiles in ((8, 1), (12, 1), (8, 2), (12, 2)):
+            macros = {"warps": warps, "column_tiles": column_tiles, "max_routes": room}
+            found.append(Schedule("decode", tuple(macros.items())))
+    if rows >= 4:
+        sizes = prefill_sizes(rows)
+        singles = ((size,) for size in (16, 32, 48, 64, 96, 128) if rows / 4 <= size)
+        found += [
+            Schedule("prefill", sizes=sizes) for sizes in (sizes, *singles, (64, 128), (80, 96, 112, 128))
+        ]
+    yield from dict.fromkeys(found)
+
+
+def tune(
+    variant: MoEVariant,
+    num_experts: int,
+    num_tokens: int,
+    copies: int = 3,
+    samples: int = 15,
+    say: Callable[[str], None] = print,
+) -> Schedule:
+    """Times the candidates for one call of a model row, says each, stores and returns the fastest right one.
+
+    Args:
+        copies: layers cycled through, so that the L2 cache does not hold the weights.
+        samples: of the median.
+
+    Raises:
+        KernelError: the device or the row has no kernel, or the cache folder takes no file.
+    """
+    generator = torch.Generator("cuda").manual_seed(0)
+    layers = [random_layer(variant, num_experts, generator) for _ in range(copies)]
+    routing = random_routing(variant, num_experts, num_tokens, 1.0, generator)
+    attributes = attributes_of(variant)
+    desc = MoEDesc.from_call(*routing, *layers[0], **attributes)
+    reason = supports(desc)
+    if reason is not None:
+        raise KernelError("mxk tune", reason, "what supports() accepts", "choose another variant")
+    few = [part[:_CHECKED_TOKENS] for part in routing]
+    expected = reference(few[0].float(), *few[1:], *layers[0], **attributes, round_intermediate=False)
+    device = torch.cuda.current_device()
+    name = torch.cuda.get_device_name()
+    sizes = (num_experts, variant.intermediate_size, variant.hidden_size, desc.top_k)
+    problem = Problem(name, variant.weight_format, *sizes, num_tokens)
+    prepared = [Prepared(desc, device, layer, variant.alpha, variant.limit, 0) for layer in layers]
+    best: tuple[float, Schedule] | None = None
+    for candidate in candidates(problem):
+        try:
+            us = _time(prepared, routing, candidate, device, expected, samples)
+        except KernelError as error:
+            say(f"{'-':>10}  {candidate}  {error}")
+            continue
+        say(f"{us:8.1f} us  {candidate}")
+        if best is None or us < best[0]:
+            best = (us, candidate)
+    if best is None:
+        raise KernelError("mxk tune", "no candidate ran", "at least one", "see what each said")
+    if not schedules.store(name, {problem.key: best[1]}):
+        folder = str(cache_folder())
+        raise KernelError("mxk tune", f"{folder} takes no file", "a folder to write to", "set MXK_CACHE_DIR")
+    return best[1]
+
+
+def _time(
+    prepared: list[Prepared],
+    routing: tuple[Tensor, Tensor, Tensor],
+    candidate: Schedule,
+    device: int,
+    expected: Tensor,
+    samples: int,
+) -> float:
+    """Time of a call in µs; raises KernelError if the result is wrong."""
+    runners = [layer.runner_of(candidate) for layer in prepared]
+
+    def run() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        for runner in runners:
+            runner(device, stream, *routing)
+
+    result = runners[0](device, torch.cuda.current_stream().cuda_stream, *routing)
+    error = rel_l2(result[:_CHECKED_TOKENS], expected)
+    if not error <= _MOST_ERROR:
+        raise KernelError(str(candidate), f"rel_l2 {error:.1e}", f"at most {_MOST_ERROR:.0e}", "report it")
+    run()
+    return replay_us(run, samples) / len(runners)
