@@ -94,17 +94,10 @@ def moe_cpu(
     key = (
         *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype),
         *(router.shape, router.stride(), router.dtype),
-        *(
-            w13.data_ptr(),
-            w13.shape,
-            w13.stride(),
-            w13.dtype,
-            s13.data_ptr(),
-            s13.shape,
-            s13.stride(),
-            s13.dtype,
-        ),
-        *(w2.data_ptr(), w2.shape, w2.stride(), w2.dtype, s2.data_ptr(), s2.shape, s2.stride(), s2.dtype),
+        *(w13.data_ptr(), w13.shape, w13.stride(), w13.dtype),
+        *(s13.data_ptr(), s13.shape, s13.stride(), s13.dtype),
+        *(w2.data_ptr(), w2.shape, w2.stride(), w2.dtype),
+        *(s2.data_ptr(), s2.shape, s2.stride(), s2.dtype),
         *[None if w is None else (w.data_ptr(), w.shape, w.stride(), w.dtype) for w in more],
         *attributes.items(),
     )

@@ -1,0 +1,111 @@
+"""What a call of `mxk::moe` on CPU costs beside the kernel: the smallest layer (K = I = 32, T = 1), one thread.
+
+Each line is one JSON object, medians in us. The rows take turns within every round, so that a busy moment hits all; a
+row's `beside_us` is its time less that of "library", the C function alone. "graph" is one of 8 layers in a graph that
+`torch.compile(backend="mxk")` made, less a graph without layers. "empty op" is an op of the same schema that does
+nothing: torch's own share of a call through the dispatcher. The `32 lists` rows have 32 experts and biases, so that 192
+tensors are passed one by one.
+
+    python benchmarks/bench_dispatch.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxk_compile import kernels
+from mxk_compile.kernels import cpu
+from mxk_compile.testing import MoECase, machine, random_case
+
+LAYERS = 8
+_nothing = torch.library.Library("mxk_bench", "DEF")  # its ops live as long as it does
+SMALLEST = {"num_tokens": 1, "top_k": 1, "hidden_size": 32, "intermediate_size": 32}
+
+
+def graphs(case: MoECase, op: Any, weights: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A compiled graph of LAYERS layers, and one of none with the same inputs."""
+
+    def layers(x: Tensor, ids: Tensor, router: Tensor, *weights: Any) -> Tensor:
+        for _ in range(LAYERS):
+            x = op(x, ids, router, *weights, **case.attributes)
+        return x
+
+    def none(x: Tensor, ids: Tensor, router: Tensor, *weights: Any) -> Tensor:
+        return x + sum(weight is not None and len(weight) for weight in weights)
+
+    many, empty = (torch.compile(function, backend="mxk") for function in (layers, none))
+    return lambda: many(*case.routing, *weights), lambda: empty(*case.routing, *weights)
+
+
+def rows() -> dict[str, Callable[[], Any]]:
+    """What is timed, by name."""
+    case = random_case(num_experts=4, **SMALLEST)
+    lists = random_case(num_experts=32, bias=True, **SMALLEST)
+    op, list_op = torch.ops.mxk.moe.default, torch.ops.mxk.moe.lists
+
+    for name in ("moe", "moe.lists"):
+        schema = str((list_op if name.endswith("lists") else op)._schema)
+        _nothing.define(name + schema[schema.index("(") :])
+        _nothing.impl(name, lambda x, *_, **__: x, "CPU")
+    empty = torch.ops.mxk_bench.moe
+    kernels._prepared.clear()
+    op(*case.routing, *case.weights, **case.attributes)
+    (prepared,) = kernels._prepared.values()
+    out = torch.empty_like(case.hidden_states)
+    addresses = [tensor.data_ptr() for tensor in (*case.routing, out)]
+    call = cpu._VARYING.pack(*addresses, torch.get_num_threads()) + prepared._fixed
+    graph, no_graph = graphs(case, op, case.weights)
+    list_graph, no_list_graph = graphs(lists, list_op, lists.lists)
+
+    def inference() -> Tensor:
+        with torch.inference_mode():
+            return op(*case.routing, *case.weights, **case.attributes)
+
+    return {
+        "library": lambda: (prepared._function(call), out),
+        "op": lambda: op(*case.routing, *case.weights, **case.attributes),
+        "op, inference mode": inference,
+        "empty op": lambda: empty.default(*case.routing, *case.weights, **case.attributes),
+        "graph": graph,
+        "no graph": no_graph,
+        "32 lists": lambda: list_op(*lists.routing, *lists.lists, **lists.attributes),
+        "32 lists, empty op": lambda: empty.lists(*lists.routing, *lists.lists, **lists.attributes),
+        "32 lists, graph": list_graph,
+        "32 lists, no graph": no_list_graph,
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=1000)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    functions = rows()
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    with torch.no_grad():
+        for _ in range(arguments.rounds + 50):
+            for name, function in functions.items():
+                start = time.perf_counter()
+                function()
+                seconds[name].append(time.perf_counter() - start)
+    us = {name: statistics.median(found[50:]) * 1e6 for name, found in seconds.items()}
+    for name in ("", "32 lists, "):
+        us[f"{name}graph"] = (us[f"{name}graph"] - us.pop(f"{name}no graph")) / LAYERS
+    for name, value in us.items():
+        line = {"row": name, "us": round(value, 1), "beside_us": round(value - us["library"], 1)}
+        print(json.dumps({**line, "rounds": arguments.rounds, "machine": machine()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
