@@ -1,6 +1,6 @@
 """What a call of `mxk::moe` on CPU costs beside the kernel: the smallest layer (K = I = 32, T = 1), one thread.
 
-Each line is one JSON object, medians in us. The rows take turns within every round, so that a busy moment hits all; a
+Each line is one JSON object, medians in us of 8 calls in a row. The rows take turns, so that a busy moment hits all; a
 row's `beside_us` is its time less that of "library", the C function alone. "graph" is one of 8 layers in a graph that
 `torch.compile(backend="mxk")` made, less a graph without layers. "empty op" is an op of the same schema that does
 nothing: torch's own share of a call through the dispatcher. The `32 lists` rows have 32 experts and biases, so that 192
@@ -96,9 +96,11 @@ def main() -> None:
     with torch.no_grad():
         for _ in range(arguments.rounds + 50):
             for name, function in functions.items():
+                calls = 1 if name.endswith("graph") else LAYERS
                 start = time.perf_counter()
-                function()
-                seconds[name].append(time.perf_counter() - start)
+                for _ in range(calls):
+                    function()
+                seconds[name].append((time.perf_counter() - start) / calls)
     us = {name: statistics.median(found[50:]) * 1e6 for name, found in seconds.items()}
     for name in ("", "32 lists, "):
         us[f"{name}graph"] = (us[f"{name}graph"] - us.pop(f"{name}no graph")) / LAYERS
