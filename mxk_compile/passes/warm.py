@@ -51,7 +51,7 @@ def call_smallest(name: str, device: str) -> None:
 
 def warm_op(name: str, device: str) -> None:
     """Calls one op once eagerly, if this process has not done so yet; what it raises goes through."""
-    if (name, device) in _warmed:
+    if (name, device) in _warmed or device == "cuda":  # compiled a shape: a small one would only cost time
         return
     # Compilation runs under modes (fake tensors, functionalisation, inference) that must not see this call.
     with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad(), _bridge_executes():
