@@ -343,6 +343,7 @@ int64_t mxk_cpu_scratch_bytes() { return arena.size(); }
 int mxk_cpu_moe(const MxkMoe* call) {
   const MxkMoe& c = *call;
   if (c.tokens == 0 || c.hidden == 0) return 0;
+  const IeeeMode ieee;  // router weights become fp32 here; each thread has its own state besides
   const Isa* isa = selected;
   if (isa == nullptr) isa = best();
   const int64_t top_k = c.top_k > 0 ? c.top_k : 1;
