@@ -1,6 +1,6 @@
 """Stand-ins for what only a Gaudi machine has: the kernels' ops in plain torch, device "hpu" for fakes, the bridge.
 
-Load it once a process: `custom_op::mxk_*` can be defined only once. The CPU implementations work in the kernels' own
+The CPU implementations of `custom_op::mxk_*` work in the kernels' own
 layout (x and a in chunk order, padding, routes), decode MXFP4 by a table of their own, and write NaN wherever a kernel
 promises nothing, so that a lowering which reads such places shows.
 """
@@ -21,6 +21,7 @@ import torch._dynamo
 from torch import Tensor, fx
 
 from mxk_compile.kernels import MoEDesc
+from mxk_compile.kernels.tpc import emulated_ops
 from mxk_compile.kernels.tpc.signatures import KERNELS, Kernel
 from mxk_compile.passes import warm
 
@@ -30,6 +31,9 @@ _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, 
 
 called: list[str] = []
 """Ops whose CPU implementation ran, by name, in order."""
+
+emulate = False
+"""Whether the CPU implementations run the kernels' own TPC-C sources under the emulator."""
 
 compile_only = False
 """Whether ops are only compiled, as under the bridge's PT_COMPILE_ONLY_MODE; they then leave no trace in `called`."""
@@ -122,7 +126,7 @@ def _implementation(kernel: Kernel) -> Callable[..., Tensor]:
             called.append(kernel.name)
         given = dict(zip(names, arguments, strict=True))
         check_arguments(kernel, given)
-        return compute(kernel, given)
+        return emulated_ops.call(kernel, given)[0] if emulate else compute(kernel, given)
 
     return run
 
@@ -161,13 +165,21 @@ def _fake(kernel: Kernel) -> Callable[..., Tensor]:
     return run
 
 
-library = torch.library.Library("custom_op", "FRAGMENT")
-for _kernel in KERNELS.values():
-    if _kernel.name == "mxk_deq":
-        continue
-    library.define(_kernel.schema)
-    library.impl(_kernel.name, _implementation(_kernel), "CPU")
-    library.impl(_kernel.name, _fake(_kernel), "Meta")
+@contextlib.contextmanager
+def ops() -> Iterator[None]:
+    """Defines `custom_op::mxk_*` for CPU and fake tensors, before whatever another test has defined."""
+    library = torch.library.Library("custom_op", "FRAGMENT")
+    for kernel in KERNELS.values():
+        if kernel.output.name == "d":  # the prefill unpack is no part of a lowered call
+            continue
+        if not hasattr(torch.ops.custom_op, kernel.name):
+            library.define(kernel.schema)
+        library.impl(kernel.name, _implementation(kernel), "CPU", allow_override=True)
+        library.impl(kernel.name, _fake(kernel), "Meta", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 def hpu_module() -> types.ModuleType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,12 @@ if "gaudi_stand_ins" not in sys.modules:
     sys.modules["gaudi_stand_ins"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["gaudi_stand_ins"])
 stand_ins = sys.modules["gaudi_stand_ins"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops() -> Iterator[None]:
+    with stand_ins.ops():
+        yield
 
 
 @pytest.fixture(params=["registry", "get_passes"])
