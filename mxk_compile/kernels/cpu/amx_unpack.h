@@ -2,8 +2,8 @@
 //
 // Order of a group's 32 values in a tile row: word 8 l + w is value 4 w + l, so that one variable shift of 4 copies of the
 // 16 packed bytes brings every nibble to the low bits of its word. vpermw, which looks at the low 5 bits of an index,
-// turns words into weights through a table of 32; what stands above the nibble does no harm where the table holds
-// everything twice (MXFP4), and is overwritten where it holds upper and lower halves (INT4).
+// turns words into weights through a table: 32 words that hold everything twice, so that what stands above the nibble does
+// no harm (MXFP4); or 16 fp32 values, of which it takes the upper halves (INT4).
 #pragma once
 #include "avx512_unpack.h"
 
@@ -82,18 +82,19 @@ class Mxfp4 {
     const __mmask16 bytes = Whole ? 0xffff : group_bytes(tile_.columns, g);
     const __m512i shifts = _mm512_set_epi64(0x000c000c000c000c, 0x000c000c000c000c, 0x0008000800080008, 0x0008000800080008,
                                             0x0004000400040004, 0x0004000400040004, 0, 0);
+    // Locals, as the compiler takes the stores for changes of the members.
     const uint8_t *weight = tile_.weight + g * 16, *scale = tile_.scale + g;
+    const int64_t weight_step = tile_.weight_step, scale_step = tile_.scale_step;
+    const auto tables = tables_;
+    const int rows = tile_.rows;
     const auto row = [&](int r) {
       const __m512i index = _mm512_srlv_epi16(spread_codes(weight, bytes, Whole), shifts);
-      _mm512_store_si512(to + r * 64, _mm512_permutexvar_epi16(index, _mm512_load_si512(tables_[*scale])));
-      weight += tile_.weight_step, scale += tile_.scale_step;
+      _mm512_store_si512(to + r * 64, _mm512_permutexvar_epi16(index, _mm512_load_si512(tables[*scale])));
+      weight += weight_step, scale += scale_step;
     };
-    if (tile_.rows == 16) {
-#pragma GCC unroll 16
-      for (int r = 0; r < 16; ++r) row(r);
-    } else {
-      for (int r = 0; r < tile_.rows; ++r) row(r);
-    }
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) row(r), row(r + 1), row(r + 2), row(r + 3);
+    for (; r < rows; ++r) row(r);
   }
 
  private:
@@ -150,7 +151,7 @@ class Int4 {
       if (Zero)
         for (int64_t g = 0, u = 0; g < groups; ++u) {
           const float zero = float(tile.zero[r * tile.zero_step + u]);
-          for (int64_t end = g + shared < groups ? g + shared : groups; g < end; ++g) zeros[g] = zero;
+          for (int64_t end = g + shared < groups ? g + shared : groups; g < end; ++g) zeros[g] = zero * scales[g];
         }
       if (odd) special |= 1u << r;
     }
@@ -161,22 +162,24 @@ class Int4 {
   template <bool Whole>
   inline __attribute__((always_inline)) void unpack(int64_t g, uint8_t* to) const {
     const __mmask16 bytes = Whole ? 0xffff : group_bytes(tile_.columns, g);
-    // Rotates by one bit less: the nibble stands in bits 1 to 4, bit 0 chooses the part.
+    // Rotates by one bit less: the nibble stands in bits 1 to 4, and bit 0 chooses the upper half of its dword.
     const __m512i turns = _mm512_set_epi32(11, 11, 11, 11, 7, 7, 7, 7, 3, 3, 3, 3, 31, 31, 31, 31);
     const __m512i upper_bits = _mm512_set1_epi32(int(0xffff0000)), one = _mm512_set1_epi16(1);
     const __m512 codes = _mm512_load_ps(codes_);
     const uint8_t* weight = tile_.weight + g * 16;
     const float *scale = scales_ + g, *zero = zeros_ + g;
-    for (int r = 0; r < tile_.rows; ++r) {
-      const __m512 value = Zero ? _mm512_sub_ps(codes, _mm512_set1_ps(*zero)) : codes;
-      const __m512i product = _mm512_castps_si512(_mm512_mul_ps(value, _mm512_set1_ps(*scale)));
-      const __m512i upper = _mm512_and_si512(product, upper_bits);
-      const __m512 rest = _mm512_sub_ps(_mm512_castsi512_ps(product), _mm512_castsi512_ps(upper));
-      const __m512i table = _mm512_or_si512(upper, _mm512_srli_epi32(_mm512_castps_si512(rest), 16));
-      const __m512i index = _mm512_rorv_epi32(spread_codes(weight, bytes, Whole), turns);
-      _mm512_store_si512(to + r * 64, _mm512_permutexvar_epi16(_mm512_or_si512(index, one), table));
-      _mm512_store_si512(to + kTileBytes + r * 64, _mm512_permutexvar_epi16(_mm512_andnot_si512(one, index), table));
-      weight += tile_.weight_step, scale += line_, zero += line_;
+    const int64_t weight_step = tile_.weight_step, line = line_;
+    const int rows = tile_.rows;
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; ++r) {
+      const __m512 s = _mm512_set1_ps(*scale);
+      const __m512 value = Zero ? _mm512_fmsub_ps(codes, s, _mm512_set1_ps(*zero)) : _mm512_mul_ps(codes, s);
+      const __m512i bits = _mm512_castps_si512(value);
+      const __m512i rest = _mm512_castps_si512(_mm512_sub_ps(value, _mm512_castsi512_ps(_mm512_and_si512(bits, upper_bits))));
+      const __m512i index = _mm512_or_si512(_mm512_rorv_epi32(spread_codes(weight, bytes, Whole), turns), one);
+      _mm512_store_si512(to + r * 64, _mm512_permutexvar_epi16(index, bits));
+      _mm512_store_si512(to + kTileBytes + r * 64, _mm512_permutexvar_epi16(index, rest));
+      weight += weight_step, scale += line, zero += line;
     }
   }
 

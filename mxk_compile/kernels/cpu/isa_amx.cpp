@@ -29,7 +29,11 @@ namespace {
 #define MXK_AMX_AHEAD 3
 #endif
 constexpr int64_t kBlock = MXK_AMX_BLOCK;  // groups whose A tiles many strips share
-constexpr int64_t kRing = 2;               // groups of A tiles at once for up to 3 strips
+#if !defined(MXK_AMX_EARLY)
+#define MXK_AMX_EARLY 1
+#endif
+constexpr int64_t kEarly = MXK_AMX_EARLY;  // groups between unpacking and multiplication
+constexpr int64_t kRing = kEarly < 2 ? 2 : 4;  // groups of A tiles at once for up to 3 strips
 constexpr int64_t kAhead = MXK_AMX_AHEAD;  // chunks of 64 packed bytes that rows are fetched ahead
 
 template <class F, int... I>
@@ -77,8 +81,11 @@ inline void fetch(const Tile& tile, int64_t g, int64_t chunks, int64_t packed, i
   if (from == nullptr) return;
   const int64_t at = (c - (beyond ? chunks : 0)) * 64, step = from->weight_step;
   const uint8_t* row = from->weight + (at < packed ? at : 0);
-  const int last = from->rows - 1, first = int(g % 4) * 4;
-  for (int r = first; r < first + 4; ++r) prefetch(row + (r < last ? r : last) * step);
+  const int first = int(g % 4) * 4;
+  if (first + 4 > from->rows) return;
+  row += first * step;
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; ++r, row += step) prefetch(row);
 }
 
 template <class Codec>
@@ -86,7 +93,7 @@ struct Span {  // what the passes over some groups share
   const Codec* rows;
   const Tile* tiles;
   uint8_t* memory;    // A tiles: [ring][rows][parts]
-  int64_t ring;
+  int64_t ring;       // a power of two
   int64_t first, end, groups;  // groups [first, end) of all
   bool whole;         // the last group has all its 32 values
   bool unpack;        // else the A tiles are there
@@ -106,7 +113,7 @@ __attribute__((noinline)) void pass(const Span<Codec>& span, const uint8_t* stri
   const int64_t chunks = (span.groups + 3) / 4, packed = (span.tiles[0].columns + 1) / 2;
   const int64_t scales = span.groups * kGroup / span.tiles[0].group * dtype_bytes(span.tiles[0].scale_dtype);
   const auto unpack = [&](int64_t g) {
-    uint8_t* to = span.memory + g % span.ring * kGroupTiles;
+    uint8_t* to = span.memory + (g & (span.ring - 1)) * kGroupTiles;
     const bool whole = span.whole || g + 1 < span.groups;
     for (int i = 0; i < Rows; ++i) {
       fetch(span.tiles[i], g, chunks, packed, scales);
@@ -114,10 +121,11 @@ __attribute__((noinline)) void pass(const Span<Codec>& span, const uint8_t* stri
             : span.rows[i].template unpack<false>(g, to + i * kParts * kTileBytes);
     }
   };
-  if (span.unpack) unpack(span.first);
+  if (span.unpack)
+    for (int64_t g = span.first; g < span.first + kEarly && g < span.end; ++g) unpack(g);
   for (int64_t g = span.first; g < span.end; ++g) {
-    if (span.unpack && g + 1 < span.end) unpack(g + 1);
-    multiply_group<Rows, Cols, kParts>(span.memory + g % span.ring * kGroupTiles, strips + g * kTileBytes, strip);
+    if (span.unpack && g + kEarly < span.end) unpack(g + kEarly);
+    multiply_group<Rows, Cols, kParts>(span.memory + (g & (span.ring - 1)) * kGroupTiles, strips + g * kTileBytes, strip);
   }
   unroll<Rows * Cols>([&](auto t) { tile_store<t()>(sum(t() / Cols, t() % Cols)); });
 }

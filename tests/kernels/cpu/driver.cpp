@@ -96,7 +96,7 @@ bool once() {
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 100;
-  for (const char* isa : {"portable", "avx2", "avx512"}) {
+  for (const char* isa : {"portable", "avx2", "avx512", "amx"}) {
     if (mxk_cpu_select(isa)) continue;
     for (int i = 0; i < rounds; ++i)
       if (!once()) return std::printf("%s: round %d differs\n", isa, i), 1;
