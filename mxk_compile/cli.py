@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import mxk_compile
-from mxk_compile.errors import CheckpointError, InstallError, KernelError, MxkError
+from mxk_compile.errors import CallError, CheckpointError, InstallError, KernelError, MxkError
 from mxk_compile.kernels.tpc.signatures import VARIANT_KERNELS
 from mxk_compile.variants import VARIANTS
 
@@ -22,6 +22,7 @@ SHIPPED_MODEL = _PACKAGE_PARENT / "models" / "tiny-gptoss"
 _MAX_COUNT = 1_000_000  # of tokens
 _DEFAULT_PROMPT = "And it came to pass"
 _EXIT_UNCHANGED = 1
+_EXIT_FAILED = 1  # a check that ran and did not hold
 _EXIT_ERROR, _EXIT_INTERRUPTED, _EXIT_PIPE = (
     2,
     130,
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             options = _parser().parse_args(arguments)
-            options.run(options)
+            code = options.run(options)
         finally:
             sys.stdout.flush()
     except MxkError as error:
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
             raise
         return _fail(f"not enough memory ({' '.join(str(error).split())}); ask for fewer tokens")
-    return 0
+    return int(code or 0)
 
 
 def _fail(message: str, code: int = _EXIT_ERROR) -> int:
@@ -161,6 +162,17 @@ def _parser() -> argparse.ArgumentParser:
     gaudi.add_argument("action", choices=["install", "uninstall"])
     gaudi.add_argument("folder", type=Path, metavar="DIR", help="vllm-gaudi checkout, or its package")
     gaudi.set_defaults(run=_gaudi)
+
+    parity = commands.add_parser("parity", help="check kernels of a device against fp32, beside the stock op")
+    parity.add_argument(
+        "--device", choices=["tpc-emulated"], required=True, help="Gaudi kernels, run on this CPU"
+    )
+    parity.add_argument("--variant", default="all", help="one of the model rows, or all; default: all")
+    parity.add_argument("--quick", action="store_true", help="fewest and most tokens only")
+    parity.add_argument(
+        "--model", action="store_true", help="modelled microseconds a call instead of the checks"
+    )
+    parity.set_defaults(run=_parity)
     return parser
 
 
@@ -263,6 +275,19 @@ def _tune(options: argparse.Namespace) -> None:
         for num_tokens in options.tokens:
             print(f"{variant.name}, E = {experts}, T = {num_tokens}", flush=True)
             print(f"kept: {tune(variant, experts, num_tokens)}", flush=True)
+
+
+def _parity(options: argparse.Namespace) -> int:
+    from mxk_compile import parity
+
+    names = parity.NAMES if options.variant == "all" else (options.variant,)
+    if options.variant not in ("all", *parity.NAMES):
+        allowed = ", ".join(("all", *parity.NAMES))
+        raise CallError("mxk parity", f"--variant {options.variant}", allowed, "choose one of them")
+    if options.model:
+        parity.print_model(names)
+        return 0
+    return 0 if parity.run_parity(names, quick=options.quick) else _EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ MAX_TENSORS, MAX_SCALARS = 16, 32  # of a TPC node (User Guide)
 SMALL_VLM_BYTES, VLM_BYTES, SLM_BYTES = 16 * 1024, 80 * 1024, 16 * 1024  # small: a kernel that uses LOOKUP
 
 _FLAGS = (
-    *("-std=gnu++17", "-O2", "-march=native", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern"),
+    *("-std=gnu++17", "-O1", "-march=native", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern"),
     *("-fPIC", "-shared", "-fvisibility=hidden", "-fno-gnu-unique", "-w"),
 )
 _MAX_RANK = 5
