@@ -47,10 +47,13 @@
 #define MXK_MAX_ROUTES 256  // multiple of 8
 #endif
 #ifndef MXK_WARPS
-#define MXK_WARPS 8  // consumers: 8 or 12
+#define MXK_WARPS 4  // that split the columns of a slot
+#endif
+#ifndef MXK_GROUPS
+#define MXK_GROUPS 2  // of such warps, which take slots in turn
 #endif
 #ifndef MXK_STAGES
-#define MXK_STAGES 8  // slots of the ring
+#define MXK_STAGES 4  // slots of the ring
 #endif
 #ifndef MXK_TILES13
 #define MXK_TILES13 1  // 16-row tiles a slot, gate and up
@@ -76,8 +79,11 @@
 #ifndef MXK_X_ALIGNED
 #define MXK_X_ALIGNED 1
 #endif
-#ifndef MXK_PARTIALS
-#define MXK_PARTIALS 4  // buffers between consumers and epilogue
+#ifndef MXK_FEW
+#define MXK_FEW 0  // 1: T * k <= 8 * MXK_COLUMN_TILES, all routes are columns of one product; not with PER_ROUTE
+#endif
+#ifndef MXK_BLOCKS
+#define MXK_BLOCKS 132  // of the grid; only MXK_FEW counts on it
 #endif
 #ifndef MXK_PROBE
 #define MXK_PROBE 0  // to see what binds: 1 no arithmetic, 2 no copies, 3 neither
@@ -105,14 +111,20 @@ struct Decode {
 };
 
 constexpr int K = MXK_HIDDEN, I = MXK_INTER, E = MXK_EXPERTS, TOP_K = MXK_TOP_K, MAX_ROUTES = MXK_MAX_ROUTES;
-constexpr int W = MXK_WARPS, NT = MXK_COLUMN_TILES, STAGES = MXK_STAGES, PARTIALS = MXK_PARTIALS;
+constexpr int W = MXK_WARPS, GROUPS = MXK_GROUPS, NT = MXK_COLUMN_TILES, STAGES = MXK_STAGES;
 constexpr int HELPERS = 4;  // warp 0 copies, 1..3 are the epilogue: a warpgroup, as register counts are set by warpgroup
 constexpr int EPILOGUE = HELPERS - 1;
-constexpr int THREADS = (W + HELPERS) * 32;
+constexpr int CONSUMERS = GROUPS * W;
+constexpr int THREADS = (CONSUMERS + HELPERS) * 32;
+// Buffers between consumers and epilogue. A wait tells uses of a barrier apart by one bit, so whoever waits for a use
+// must know that the use before it has ended: every buffer and slot is always the same warps' turn.
+constexpr int PARTIALS = GROUPS == 2 ? 6 : 3;
 constexpr int HELPER_REGISTERS = 72;
-constexpr int CONSUMER_REGISTERS = (65536 - HELPERS * 32 * HELPER_REGISTERS) / (W * 32) / 8 * 8;
+constexpr int CONSUMER_REGISTERS = (65536 - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
 constexpr int SHARED_LIMIT = 232448;  // of a block
-static_assert(K % 32 == 0 && I % 32 == 0 && MAX_ROUTES % 8 == 0 && W % 4 == 0, "limits");
+static_assert(K % 32 == 0 && I % 32 == 0 && MAX_ROUTES % 8 == 0 && CONSUMERS % 4 == 0, "limits");
+static_assert(!(MXK_FEW && MXK_PER_ROUTE), "MXK_FEW sums routes");
+static_assert(GROUPS <= 2 && STAGES % GROUPS == 0 && PARTIALS % GROUPS == 0 && PARTIALS % EPILOGUE == 0, "turns");
 
 __host__ __device__ constexpr int round_up(int value, int step) { return (value + step - 1) / step * step; }
 
@@ -125,8 +137,14 @@ struct Projection {
   static constexpr int BYTES = COLUMNS / 2, GROUPS = COLUMNS / 32;
   static constexpr int STEPS = (COLUMNS + 127) / 128;  // a step is 128 columns: a group a lane of four
   static constexpr int STEPS_A_WARP = (STEPS + W - 1) / W;
-  // 64 modulo 128: two rows of a quarter warp's 16-byte reads lie in different banks.
-  static constexpr int STRIDE = BYTES / 128 * 128 + (BYTES % 128 <= 64 ? 64 : 192);
+  // Slot row 2g + half is fragment row g + 8 * half where rows lie in the slot as in memory: copied in one piece. A quarter
+  // warp reads 16 bytes four times of two fragment rows, two slot rows apart: 64 modulo 128 bytes, no bank twice. Other
+  // lengths are copied row by row, fragment row by fragment row, to a stride that is 64 modulo 128.
+  static constexpr bool WHOLE = MXK_ALIGNED && BYTES % 64 == 32 && (MXK_INTERLEAVED || !PAIRS);
+  static constexpr int STRIDE = WHOLE ? BYTES : BYTES / 128 * 128 + (BYTES % 128 <= 64 ? 64 : 192);
+  __device__ static constexpr int slot_row(int tile, int g, int half) { return 16 * tile + (WHOLE ? 2 * g + half : g + 8 * half); }
+  // Down: the output row of a fragment row, from the slot's first.
+  __device__ static constexpr int unit(int tile, int g, int half) { return PAIRS ? 8 * tile + g : slot_row(tile, g, half); }
   // Scales of half the rows of a slot; copies start and end on 16 bytes.
   static constexpr int SCALES = round_up(8 * TILES * GROUPS, 16) + 32;
   static constexpr int SLOT = round_up(16 * TILES * STRIDE + 2 * SCALES, 128);
@@ -143,11 +161,11 @@ constexpr int AT_BARRIERS = AT_PARTIALS + PARTIALS * PARTIAL_SET;
 constexpr int AT_COUNTS = AT_BARRIERS + round_up(16 * (STAGES + PARTIALS), 16);
 constexpr int AT_OFFSETS = AT_COUNTS + round_up(4 * E, 16);
 constexpr int AT_LISTS = AT_OFFSETS + round_up(4 * E, 16);
-constexpr int AT_END = AT_LISTS + 6 * 2 * MAX_ROUTES;
+constexpr int AT_ROWS = AT_LISTS + 6 * 2 * MAX_ROUTES;  // MXK_FEW: Y of this block's rows
+constexpr int OWN_ROWS = round_up((K + MXK_BLOCKS - 1) / MXK_BLOCKS, 4);
+constexpr int AT_END = AT_ROWS + (MXK_FEW ? 8 * NT * OWN_ROWS * 4 : 0);
 constexpr int SHARED = round_up(AT_END + 16, 128);
 static_assert(SHARED <= SHARED_LIMIT, "shared memory of a block");
-// An epilogue warp waits for every third slot: the buffer's use before that must have ended, or the parity misleads it.
-static_assert(PARTIALS >= EPILOGUE, "partial sums");
 
 extern "C" {
 __device__ __constant__ extern const int decode_threads = THREADS;
@@ -212,7 +230,7 @@ struct GridBarrier {
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
       } while (((now ^ before) & 0x80000000u) == 0);
     }
-    asm volatile("bar.sync 2, %0;" ::"n"(W * 32) : "memory");
+    asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS * 32) : "memory");
   }
 };
 
@@ -267,8 +285,7 @@ __device__ __forceinline__ u32 local_expert(const Decode& p, int route) {
   return index < E ? static_cast<u32>(index) : NOT_HERE;
 }
 
-// Every block sorts the routes for itself. The order inside an expert is not fixed and does not matter: a route is a
-// column of its own in every product.
+// Every block sorts the routes for itself: its first warp counts, places and lists them, in route order.
 __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
   int* counts = reinterpret_cast<int*>(shared + AT_COUNTS);
   int* offsets = reinterpret_cast<int*>(shared + AT_OFFSETS);
@@ -276,21 +293,33 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
   u16 *expert = lists, *first = lists + MAX_ROUTES, *count = lists + 2 * MAX_ROUTES, *route = lists + 3 * MAX_ROUTES;
   u16 *expert_of = lists + 4 * MAX_ROUTES, *rank = lists + 5 * MAX_ROUTES;
   int* blocks = reinterpret_cast<int*>(shared + AT_END);
-  const int routes = p.tokens * TOP_K;
-  for (int e = threadIdx.x; e < E; e += THREADS) counts[e] = 0;
-  __syncthreads();
-  for (int r = threadIdx.x; r < routes; r += THREADS) {
-    const u32 e = local_expert(p, r);
-    expert_of[r] = static_cast<u16>(e);
-    if (e != NOT_HERE) rank[r] = static_cast<u16>(atomicAdd(&counts[e], 1));
+  const int routes = p.tokens * TOP_K, lane = threadIdx.x;
+  if (routes > 32) {
+    for (int r = threadIdx.x; r < routes; r += THREADS) expert_of[r] = static_cast<u16>(local_expert(p, r));
+    __syncthreads();
   }
-  __syncthreads();
   if (threadIdx.x < 32) {
+    const u32 only = routes <= 32 && lane < routes ? local_expert(p, lane) : NOT_HERE;
+    if (routes <= 32 && lane < routes) expert_of[lane] = static_cast<u16>(only);
+    for (int e = lane; e < E; e += 32) counts[e] = 0;
+    __syncwarp();
+    for (int base = 0; base < routes; base += 32) {
+      const u32 e = routes <= 32 ? only : base + lane < routes ? expert_of[base + lane] : NOT_HERE;
+      const u32 same = __match_any_sync(~0u, e);
+      const u32 earlier = same & ((1u << lane) - 1);
+      const int before = e != NOT_HERE ? counts[e] : 0;
+      __syncwarp();
+      if (e != NOT_HERE) {
+        rank[base + lane] = static_cast<u16>(before + __popc(earlier));
+        if (earlier == 0) counts[e] = before + __popc(same);
+      }
+      __syncwarp();
+    }
     constexpr int EACH = (E + 31) / 32;
     int mine[EACH], sum = 0;  // rows in the low half, column blocks in the high half
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-      const int e = threadIdx.x * EACH + i;
+      const int e = lane * EACH + i;
       mine[i] = e < E ? counts[e] : 0;
       sum += mine[i] + ((mine[i] + 8 * NT - 1) / (8 * NT) << 16);
     }
@@ -298,13 +327,13 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int other = __shfl_up_sync(~0u, before, d);
-      if (static_cast<int>(threadIdx.x) >= d) before += other;
+      if (lane >= d) before += other;
     }
-    if (threadIdx.x == 31) *blocks = before >> 16;
+    if (lane == 31) *blocks = before >> 16;
     before -= sum;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-      const int e = threadIdx.x * EACH + i;
+      const int e = lane * EACH + i;
       if (mine[i] == 0) continue;
       int row = before & 0xFFFF, block = before >> 16;
       offsets[e] = row;
@@ -315,11 +344,11 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
       }
       before = (block << 16) + (before & 0xFFFF) + mine[i];
     }
-  }
-  __syncthreads();
-  for (int r = threadIdx.x; r < routes; r += THREADS) {
-    const u32 e = expert_of[r];
-    if (e != NOT_HERE) route[offsets[e] + rank[r]] = static_cast<u16>(r);
+    __syncwarp();
+    for (int r = lane; r < routes; r += 32) {
+      const u32 e = expert_of[r];
+      if (e != NOT_HERE) route[offsets[e] + rank[r]] = static_cast<u16>(r);
+    }
   }
   __syncthreads();
   return {expert, first, count, route, expert_of, *blocks};
@@ -329,23 +358,29 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
 
 template <class P>
 struct Walk {
-  u32 unit, end;
-  int block, first, count = 0;  // of the slot: column block, first unit in its expert, units
+  static constexpr bool OWN = MXK_FEW && !P::PAIRS;  // the same rows of every expert, so that a block sums its routes itself
+  int left, blocks;                                  // units of this block; with OWN: of one expert
+  int block, first, count = 0;                       // of the slot: column block, first unit in its expert, units
 
-  __device__ explicit Walk(int blocks) {
-    const u32 total = static_cast<u32>(blocks) * P::UNITS;
+  __device__ explicit Walk(int column_blocks) : blocks(column_blocks) {
+    const u32 total = OWN ? P::UNITS : static_cast<u32>(column_blocks) * P::UNITS;
     const u32 each = total / gridDim.x, more = total % gridDim.x;
-    unit = blockIdx.x * each + min(blockIdx.x, more);
-    end = unit + each + (blockIdx.x < more ? 1 : 0);
+    const u32 unit = blockIdx.x * each + min(blockIdx.x, more);
+    left = each + (blockIdx.x < more ? 1 : 0);
+    block = OWN ? 0 : unit / P::UNITS;
+    first = unit - block * P::UNITS;
+    if (OWN) begin = first, rows = left;
   }
   __device__ bool next() {
-    unit += count;
-    if (unit >= end) return false;
-    block = unit / P::UNITS;
-    first = unit - block * P::UNITS;
-    count = min(min(P::UNITS - first, P::UNITS_A_SLOT), static_cast<int>(end - unit));
+    left -= count;
+    first += count;
+    if (OWN && left == 0 && rows > 0 && ++block < blocks) left = rows, first = begin;
+    if (left <= 0 || (OWN && blocks == 0)) return false;
+    if (first == P::UNITS) first = 0, ++block;
+    count = min(min(P::UNITS - first, P::UNITS_A_SLOT), left);
     return true;
   }
+  int begin, rows;  // with OWN
 };
 
 struct Turn {  // of a ring
@@ -362,7 +397,7 @@ struct Turn {  // of a ring
 // they are, so a pair is two rows on.
 template <class P>
 struct ScalePlace {
-  static constexpr bool PAIRED = P::PAIRS && MXK_INTERLEAVED;
+  static constexpr bool PAIRED = P::PAIRS && MXK_INTERLEAVED, TWO = P::PAIRS && !MXK_INTERLEAVED;
   static constexpr int AREA = 16 * P::TILES * P::STRIDE;
   // Distance of the first copied byte from a 16-byte boundary.
   __device__ static u32 skew(int first) {
@@ -370,9 +405,8 @@ struct ScalePlace {
   }
   // Row `g` (0..7) of tile `tile`, upper or lower 8 rows of the fragment.
   __device__ static u32 at(int tile, int g, int half) {
-    if (PAIRED) return AREA + (2 * (8 * tile + g) + half) * P::GROUPS;
-    if (P::PAIRS) return AREA + half * P::SCALES + (8 * tile + g) * P::GROUPS;
-    return AREA + (16 * tile + 8 * half + g) * P::GROUPS;
+    if (TWO) return AREA + half * P::SCALES + (8 * tile + g) * P::GROUPS;
+    return AREA + (16 * tile + (PAIRED || P::WHOLE ? 2 * g + half : g + 8 * half)) * P::GROUPS;
   }
 };
 
@@ -400,17 +434,16 @@ __device__ __forceinline__ void copy_rows(const Decode& p, const Routes& routes,
     }
     if constexpr (MXK_ALIGNED) {
       const u32 skew = ScalePlace<P>::skew(walk.first);
-      constexpr bool TWO = P::PAIRS && !MXK_INTERLEAVED;
+      constexpr bool TWO = ScalePlace<P>::TWO;
       const u32 scale_bytes = round_up(skew + (TWO ? walk.count : rows) * P::GROUPS, 16);
       if (lane == 0) barrier_arrive_expect(done, rows * P::BYTES + scale_bytes * (TWO ? 2 : 1));
       __syncwarp();
-#ifdef MXK_CHUNK
-      if (lane == 0) copy_streamed(slot, w + static_cast<i64>(walk.first) * STEP * P::BYTES, rows * P::BYTES, done, policy);
-      if (0)
-#endif
+      if (P::WHOLE) {
+        if (lane == 1) copy_streamed(slot, w + static_cast<i64>(walk.first) * STEP * P::BYTES, rows * P::BYTES, done, policy);
+      } else
       for (int i = lane; i < rows; i += 32) {
         const int unit = P::PAIRS ? i >> 1 : i, half = P::PAIRS ? i & 1 : 0;
-        const int target = P::PAIRS ? (unit >> 3) * 16 + half * 8 + (unit & 7) : unit;
+        const int target = P::PAIRS ? P::slot_row(unit >> 3, unit & 7, half) : unit;
         const i64 row = (half ? up_row : gate_row) + static_cast<i64>(walk.first + unit) * STEP;
         copy_streamed(slot + target * P::STRIDE, (half ? w_up : w) + row * weight.row_stride, P::BYTES, done, policy);
       }
@@ -422,7 +455,7 @@ __device__ __forceinline__ void copy_rows(const Decode& p, const Routes& routes,
     } else {
       for (int i = 0; i < rows; ++i) {
         const int unit = P::PAIRS ? i >> 1 : i, half = P::PAIRS ? i & 1 : 0;
-        const int target = P::PAIRS ? (unit >> 3) * 16 + half * 8 + (unit & 7) : unit;
+        const int target = P::PAIRS ? P::slot_row(unit >> 3, unit & 7, half) : unit;
         const i64 row = (half ? up_row : gate_row) + static_cast<i64>(walk.first + unit) * STEP;
         const u8* from = (half ? w_up : w) + row * weight.row_stride;
         for (int at = lane; at < P::BYTES; at += 32)
@@ -447,8 +480,13 @@ __device__ __forceinline__ void load_activations(const Decode& p, const Routes& 
   const int first = routes.first[block], count = routes.count[block];
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
-    const bool here = 8 * n + g < count;
-    const int route = here ? routes.route[first + 8 * n + g] : 0;
+    const int column = 8 * n + g;
+    bool here = column < count;
+    int route = here ? routes.route[first + column] : 0;
+    if (MXK_FEW && !P::PAIRS) {
+      here = column < p.tokens * TOP_K && routes.expert_of[column] != NOT_HERE;
+      route = column;
+    }
     const u8* row = P::PAIRS ? p.x + static_cast<i64>(route / TOP_K) * p.x_stride * 2 : p.h + static_cast<i64>(route) * (I * 2);
 #pragma unroll
     for (int s = 0; s < P::STEPS_A_WARP; ++s) {
@@ -474,78 +512,85 @@ __device__ __forceinline__ void load_activations(const Decode& p, const Routes& 
   }
 }
 
+// 16 rows of a slot times this warp's columns.
 template <class P>
-__device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& routes, int warp, u32 shared, u32 full, u32 empty,
-                                              u32 sums_full, u32 sums_empty, Turn& turn, Turn& sums) {
+__device__ __forceinline__ void multiply_tile(u32 slot, int tile, u32 skew, int warp, const u32 (&b)[P::STEPS_A_WARP][NT][16],
+                                              float (&c)[NT][2][4]) {
   const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
+  const u32 weights = slot + P::slot_row(tile, g, 0) * P::STRIDE + (4 * warp + q) * 16;
+  const u32 low = slot + ScalePlace<P>::at(tile, g, 0) + skew + 4 * warp + q;
+  const u32 high = slot + ScalePlace<P>::at(tile, g, 1) + skew + 4 * warp + q;
+  constexpr int HALF = (P::WHOLE ? 1 : 8) * P::STRIDE;
+  uint4 words[2][2];
+  u32 bytes[2][2];
+  // Step s of this warp is s * W + warp of the row: only the last may lie past its end.
+  const auto there = [&](int s) { return (s + 1) * W <= P::STEPS || s * W + warp < P::STEPS; };
+  const auto fetch = [&](int s) {
+    words[s & 1][0] = load_shared_16(weights + s * W * 64);
+    words[s & 1][1] = load_shared_16(weights + s * W * 64 + HALF);
+    bytes[s & 1][0] = load_shared_byte(low + s * W * 4);
+    bytes[s & 1][1] = load_shared_byte(high + s * W * 4);
+  };
+  if (there(0)) fetch(0);
+#pragma unroll
+  for (int s = 0; s < P::STEPS_A_WARP; ++s) {
+    if (!there(s)) continue;
+    if (s + 1 < P::STEPS_A_WARP && there(s + 1)) fetch(s + 1);
+    u32 scale_low = scale_pair(bytes[s & 1][0]), scale_high = scale_pair(bytes[s & 1][1]);
+    // Past the end of the row: 0 times whatever is there, which `unpack` makes finite.
+    if ((s + 1) * W * 4 > P::GROUPS && 4 * (s * W + warp) + q >= P::GROUPS) scale_low = scale_high = 0;
+    const uint4 &l = words[s & 1][0], &h = words[s & 1][1];
+    const u32 low_words[4] = {l.x, l.y, l.z, l.w}, high_words[4] = {h.x, h.y, h.z, h.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      u32 low_pairs[4], high_pairs[4];
+      unpack(low_words[j], low_pairs);
+      unpack(high_words[j], high_pairs);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 a[4] = {scaled(low_pairs[2 * i], scale_low), scaled(high_pairs[2 * i], scale_high),
+                          scaled(low_pairs[2 * i + 1], scale_low), scaled(high_pairs[2 * i + 1], scale_high)};
+#pragma unroll
+        for (int n = 0; n < NT; ++n) multiply(c[n][i], a, b[s][n][4 * j + 2 * i], b[s][n][4 * j + 2 * i + 1]);
+      }
+    }
+  }
+}
+
+template <class P>
+__device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& routes, int group, int warp, u32 shared, u32 full,
+                                              u32 empty, u32 sums_full, u32 sums_empty, Turn& turn, Turn& sums, int& next_group) {
+  const int lane = threadIdx.x & 31;
   u32 b[P::STEPS_A_WARP][NT][16];
   int block = -1;
   for (Walk<P> walk(routes.blocks); walk.next(); turn.advance(STAGES), sums.advance(PARTIALS)) {
-    if (walk.block != block) load_activations<P>(p, routes, block = walk.block, warp, b);
+    if (GROUPS > 1) {
+      const bool mine = next_group == group;
+      next_group ^= 1;
+      if (!mine) continue;
+    }
+    if (MXK_FEW && !P::PAIRS ? block < 0 : walk.block != block) load_activations<P>(p, routes, block = walk.block, warp, b);
     const u32 slot = shared + turn.slot * SLOT;
-    const u32 skew = ScalePlace<P>::skew(walk.first);
-    const u32 weights = slot + g * P::STRIDE + (4 * warp + q) * 16;
+    const u32 to = shared + AT_PARTIALS + sums.slot * PARTIAL_SET + warp * 512 + lane * 16;
     barrier_wait(full + 8 * turn.slot, turn.parity);
-    bool waited = false;
 #pragma unroll 1
     for (int tile = 0; tile < P::TILES; ++tile) {
       float c[NT][2][4] = {};
-      const u32 tile_weights = weights + tile * 16 * P::STRIDE;
-      const u32 low = slot + ScalePlace<P>::at(tile, g, 0) + skew + 4 * warp + q;
-      const u32 high = slot + ScalePlace<P>::at(tile, g, 1) + skew + 4 * warp + q;
-      if (MXK_PROBE != 1 && MXK_PROBE != 3) {
-        uint4 words[2][2];
-        u32 bytes[2][2];
-        // Step s of this warp is s * W + warp of the row: only the last may lie past its end.
-        const auto there = [&](int s) { return (s + 1) * W <= P::STEPS || s * W + warp < P::STEPS; };
-        const auto fetch = [&](int s) {
-          words[s & 1][0] = load_shared_16(tile_weights + s * W * 64);
-          words[s & 1][1] = load_shared_16(tile_weights + s * W * 64 + 8 * P::STRIDE);
-          bytes[s & 1][0] = load_shared_byte(low + s * W * 4);
-          bytes[s & 1][1] = load_shared_byte(high + s * W * 4);
-        };
-        if (there(0)) fetch(0);
-#pragma unroll
-        for (int s = 0; s < P::STEPS_A_WARP; ++s) {
-          if (!there(s)) continue;
-          if (s + 1 < P::STEPS_A_WARP && there(s + 1)) fetch(s + 1);
-          u32 scale_low = scale_pair(bytes[s & 1][0]), scale_high = scale_pair(bytes[s & 1][1]);
-          // Past the end of the row: 0 times whatever is there, which `unpack` makes finite.
-          if ((s + 1) * W * 4 > P::GROUPS && 4 * (s * W + warp) + q >= P::GROUPS) scale_low = scale_high = 0;
-          const uint4 &l = words[s & 1][0], &h = words[s & 1][1];
-          const u32 low_words[4] = {l.x, l.y, l.z, l.w}, high_words[4] = {h.x, h.y, h.z, h.w};
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            u32 low_pairs[4], high_pairs[4];
-            unpack(low_words[j], low_pairs);
-            unpack(high_words[j], high_pairs);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const u32 a[4] = {scaled(low_pairs[2 * i], scale_low), scaled(high_pairs[2 * i], scale_high),
-                                scaled(low_pairs[2 * i + 1], scale_low), scaled(high_pairs[2 * i + 1], scale_high)};
-#pragma unroll
-              for (int n = 0; n < NT; ++n) multiply(c[n][i], a, b[s][n][4 * j + 2 * i], b[s][n][4 * j + 2 * i + 1]);
-            }
-          }
-        }
+      if (MXK_PROBE != 1 && MXK_PROBE != 3) multiply_tile<P>(slot, tile, ScalePlace<P>::skew(walk.first), warp, b, c);
+      if (tile == P::TILES - 1) {  // the slot is read
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + 8 * turn.slot);
       }
-      if (!waited) {
-        barrier_wait(sums_empty + 8 * sums.slot, sums.parity ^ 1);
-        waited = true;
-      }
+      if (tile == 0) barrier_wait(sums_empty + 8 * sums.slot, sums.parity ^ 1);
 #pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        const u32 at = shared + AT_PARTIALS + sums.slot * PARTIAL_SET + (tile * NT + n) * PARTIAL + warp * 512 + lane * 16;
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(c[n][0][0] + c[n][1][0]),
-                     "f"(c[n][0][1] + c[n][1][1]), "f"(c[n][0][2] + c[n][1][2]), "f"(c[n][0][3] + c[n][1][3])
+      for (int n = 0; n < NT; ++n)
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + (tile * NT + n) * PARTIAL),
+                     "f"(c[n][0][0] + c[n][1][0]), "f"(c[n][0][1] + c[n][1][1]), "f"(c[n][0][2] + c[n][1][2]),
+                     "f"(c[n][0][3] + c[n][1][3])
                      : "memory");
-      }
     }
     __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(empty + 8 * turn.slot);
-      barrier_arrive(sums_full + 8 * sums.slot);
-    }
+    if (lane == 0) barrier_arrive(sums_full + 8 * sums.slot);
   }
 }
 
@@ -568,7 +613,7 @@ __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& route
       float add[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        unit[half] = P::PAIRS ? 8 * tile + g : 16 * tile + 8 * half + g;
+        unit[half] = P::unit(tile, g, half);
         if (bias.present() && unit[half] < walk.count) {
           const int at = walk.first + unit[half];
           if (!P::PAIRS) {
@@ -582,7 +627,7 @@ __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& route
       if (tile == 0) barrier_wait(sums_full + 8 * sums.slot, sums.parity);
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
-        if (8 * n >= count) break;
+        if (8 * n >= count && !(MXK_FEW && !P::PAIRS)) break;
         const u32 at = shared + AT_PARTIALS + sums.slot * PARTIAL_SET + (tile * NT + n) * PARTIAL + lane * 16;
         float c[4] = {};
 #pragma unroll
@@ -593,8 +638,14 @@ __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& route
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int column = 8 * n + 2 * q + i;
-          if (column >= count) break;
-          const int route = routes.route[first + column];
+          int route;
+          if (MXK_FEW && !P::PAIRS) {
+            route = column;
+            if (column >= p.tokens * TOP_K || routes.expert_of[column] != expert) continue;
+          } else {
+            if (column >= count) break;
+            route = routes.route[first + column];
+          }
           const float low = c[i] + add[0], high = c[2 + i] + add[1];
           if constexpr (P::PAIRS) {
             if (unit[0] < walk.count)
@@ -604,7 +655,11 @@ __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& route
             const float weight =
                 load_float(p.router, route / TOP_K * p.router_stride[0] + route % TOP_K * p.router_stride[1], p.router_dtype);
             const i64 to = static_cast<i64>(route) * K + walk.first;
-            if constexpr (MXK_PER_ROUTE) {
+            if constexpr (MXK_FEW) {
+              const u32 row = shared + AT_ROWS + (route * OWN_ROWS + walk.first - walk.begin) * 4;
+              if (unit[0] < walk.count) asm volatile("st.shared.f32 [%0], %1;" ::"r"(row + unit[0] * 4), "f"(low * weight) : "memory");
+              if (unit[1] < walk.count) asm volatile("st.shared.f32 [%0], %1;" ::"r"(row + unit[1] * 4), "f"(high * weight) : "memory");
+            } else if constexpr (MXK_PER_ROUTE) {
               u16* out = reinterpret_cast<u16*>(p.out);
               if (unit[0] < walk.count) out[to + unit[0]] = static_cast<u16>(pack_bf16x2(low * weight, 0.0f));
               if (unit[1] < walk.count) out[to + unit[1]] = static_cast<u16>(pack_bf16x2(high * weight, 0.0f));
@@ -623,6 +678,21 @@ __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& route
 }
 
 // ---- routes to tokens
+
+// MXK_FEW: by the epilogue, of this block's rows.
+__device__ __forceinline__ void sum_own(const Decode& p, const Routes& routes, const u8* memory, u32 thread, u32 threads) {
+  const Walk<Down> walk(routes.blocks);
+  const float* y = reinterpret_cast<const float*>(memory + AT_ROWS);
+  for (u32 i = thread; i < p.tokens * OWN_ROWS; i += threads) {
+    const int token = i / OWN_ROWS, row = i % OWN_ROWS;
+    if (row >= walk.rows) continue;
+    float sum = 0.0f;
+#pragma unroll
+    for (int s = 0; s < TOP_K; ++s)
+      if (routes.expert_of[token * TOP_K + s] != NOT_HERE) sum += y[(token * TOP_K + s) * OWN_ROWS + row];
+    reinterpret_cast<u16*>(p.out)[static_cast<i64>(token) * K + walk.begin + row] = static_cast<u16>(pack_bf16x2(sum, 0.0f));
+  }
+}
 
 __device__ __forceinline__ void sum_slots(const Decode& p, const Routes& routes, u32 thread, u32 threads) {
   const u32 chunks = p.tokens * (K / 4);
@@ -659,11 +729,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
   const u32 shared = shared_address(memory);
   const u32 full = shared + AT_BARRIERS, empty = full + 8 * STAGES;
   const u32 sums_full = empty + 8 * STAGES, sums_empty = sums_full + 8 * PARTIALS;
-  if (threadIdx.x == 0) {
+  let_later_kernels_start();
+  if (threadIdx.x == 32) {
     for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, W);
     for (int i = 0; i < PARTIALS; ++i) barrier_init(sums_full + 8 * i, W), barrier_init(sums_empty + 8 * i, 1);
     barrier_init_fence();
   }
+  wait_for_earlier_kernels();
   GridBarrier rows_ready(p.counters), routes_ready(p.counters + 32);
   const Routes routes = sort_routes(p, memory);
   const int warp = threadIdx.x >> 5;
@@ -677,25 +749,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
     } else {
       Turn sums;
       u32 turn = 0;
+      const auto all_done = [] {
+        __threadfence();
+        asm volatile("bar.sync 1, %0;" ::"n"(EPILOGUE * 32) : "memory");
+      };
       finish_rows<GateUp>(p, routes, warp - 1, shared, sums_full, sums_empty, sums, turn);
-      __threadfence();
-      asm volatile("bar.sync 1, %0;" ::"n"(EPILOGUE * 32) : "memory");
+      all_done();
       if (threadIdx.x == 32) rows_ready.arrive();
       finish_rows<Down>(p, routes, warp - 1, shared, sums_full, sums_empty, sums, turn);
-      __threadfence();
-      asm volatile("bar.sync 1, %0;" ::"n"(EPILOGUE * 32) : "memory");
-      if (threadIdx.x == 32) routes_ready.arrive();
+      all_done();
+      if (MXK_FEW) sum_own(p, routes, memory, threadIdx.x - 32, EPILOGUE * 32);
+      if (!MXK_FEW && !MXK_PER_ROUTE && threadIdx.x == 32) routes_ready.arrive();
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();
     Turn turn, sums;
-    if (MXK_PER_ROUTE) clear_absent(p, routes, threadIdx.x - HELPERS * 32, W * 32);
-    multiply_rows<GateUp>(p, routes, warp - HELPERS, shared, full, empty, sums_full, sums_empty, turn, sums);
+    const int group = (warp - HELPERS) / W, part = (warp - HELPERS) % W;
+    const u32 thread = threadIdx.x - HELPERS * 32;
+    int next_group = 0;
+    if (MXK_PER_ROUTE) clear_absent(p, routes, thread, CONSUMERS * 32);
+    multiply_rows<GateUp>(p, routes, group, part, shared, full, empty, sums_full, sums_empty, turn, sums, next_group);
     rows_ready.wait();
-    multiply_rows<Down>(p, routes, warp - HELPERS, shared, full, empty, sums_full, sums_empty, turn, sums);
-    if (!MXK_PER_ROUTE) {
+    multiply_rows<Down>(p, routes, group, part, shared, full, empty, sums_full, sums_empty, turn, sums, next_group);
+    if (!MXK_PER_ROUTE && !MXK_FEW) {
       routes_ready.wait();
-      sum_slots(p, routes, threadIdx.x - HELPERS * 32, W * 32);
+      sum_slots(p, routes, thread, CONSUMERS * 32);
     }
   }
 }
