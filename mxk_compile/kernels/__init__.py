@@ -148,4 +148,7 @@ enter_directly(moe_cpu)
 library.impl("moe.lists", moe_lists_cpu, "CPU")
 library.impl("moe", _moe, "CUDA")
 library.impl("moe.lists", _moe_lists, "CUDA")
+for _name in ("moe", "moe.lists"):
+    # Eager calls alone: compiled graphs are lowered to the kernels' ops, which an op library may bring at any time.
+    library.impl(_name, _moe_lists, "HPU")
 library.impl("mxfp4_dequant", cuda.mxfp4_dequant, "CUDA")
