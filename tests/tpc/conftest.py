@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
@@ -47,6 +49,10 @@ class Image:
         monkeypatch.setenv("PATH", f"{self.programs}{os.pathsep}{os.environ['PATH']}")
         monkeypatch.syspath_prepend(self.site)
 
+    def compile_stock(self, second_guid: str) -> None:
+        """Makes the stock library anew, with another second GUID."""
+        compile_stock(self.stock, second_guid)
+
 
 def compile_stock(target: pathlib.Path, second_guid: str = "cast_bf16_to_f32") -> pathlib.Path:
     """A stock kernel library (stand_ins/stock.cpp) whose second GUID is the given one."""
@@ -62,7 +68,19 @@ def compile_plugin(target: pathlib.Path, *flags: str) -> pathlib.Path:
     headers = ["-isystem", pathlib.Path(torch.__path__[0]) / "include"]
     libraries = ["-L", pathlib.Path(torch.__path__[0]) / "lib", "-lc10", "-ltorch_cpu"]
     source = SOURCES / "oplib/recorder.cpp"
-    run(*CXX, "-w", "-shared", *flags, *include, *headers, source, "-o", target, *libraries)
+    run(
+        *CXX,
+        "-w",
+        "-shared",
+        f"-Wl,-soname,{target.name}",
+        *flags,
+        *include,
+        *headers,
+        source,
+        "-o",
+        target,
+        *libraries,
+    )
     return target
 
 
@@ -110,6 +128,12 @@ def run_cli(image: Image, *arguments: str) -> tuple[int, str, str]:
         except SystemExit as error:
             code = int(str(error.code))
     return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture
+def mxk(image: Image) -> Callable[..., tuple[int, str, str]]:
+    """run_cli in the image."""
+    return functools.partial(run_cli, image)
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ from mxk_compile.version import __version__
 _HERE = Path(__file__).parent
 _PLUGINS = {"lazy": "habana_pytorch_plugin", "pt2": "habana_pytorch2_plugin"}
 _KEYS = {"lazy": ("HPU",), "pt2": ("HPU", "Meta")}
-_CXX_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden")
+_CXX_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden")
 # The C++ library would export its templates from the kernel library, beside the stock one's.
 _GLUE_FLAGS = (
     "-Wall",

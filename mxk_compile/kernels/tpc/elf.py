@@ -23,13 +23,19 @@ def sections(data: bytes) -> dict[str, bytes]:
     try:
         (table,) = struct.unpack_from(order + ("Q" if wide else "I"), data, 0x28 if wide else 0x20)
         entry_size, count, names_index = struct.unpack_from(order + "3H", data, 0x3A if wide else 0x2E)
+        if table + count * entry_size > len(data):
+            raise ValueError("a damaged ELF file: its section table ends beyond it")
         headers = []
         for index in range(count):
             layout = "IIQQQQ" if wide else "6I"
             name, kind, _, _, start, size = struct.unpack_from(
                 order + layout, data, table + index * entry_size
             )
-            headers.append((name, b"" if kind == _NOBITS else data[start : start + size]))
+            if kind == _NOBITS:
+                start = size = 0
+            if start + size > len(data):
+                raise ValueError("a damaged ELF file: a section ends beyond it")
+            headers.append((name, data[start : start + size]))
         names = headers[names_index][1] if headers else b""
         return {names[name : names.index(b"\0", name)].decode(): content for name, content in headers}
     except (struct.error, IndexError, UnicodeDecodeError) as error:

@@ -1,0 +1,2 @@
+// An extra kernel: scales a tensor.
+void main(tensor x, tensor y, float factor) {}
