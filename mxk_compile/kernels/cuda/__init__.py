@@ -104,13 +104,13 @@ class Prepared:
 
     def runner_of(self, chosen: Schedule) -> decode.Decode | prefill.Prefill:
         """What runs calls by a schedule; compiles it if need be."""
-        small = chosen.kernel == "decode" and scales.small(self._scales) is True
+        small = scales.small(self._scales) is True
         runner = self._runners.get((chosen, small))
         if runner is None:
             if chosen.kernel == "decode":
                 runner = decode.Decode(self.desc, self._operands, *self._scalars, small, chosen.macros)
             else:
-                runner = prefill.Prefill(self.desc, self._operands, *self._scalars, chosen.sizes)
+                runner = prefill.Prefill(self.desc, self._operands, *self._scalars, small, chosen.sizes)
             self._runners[chosen, small] = runner
         return runner
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from mxk_compile.kernels.cuda.build import build
-from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
+from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors, persistent
 from mxk_compile.kernels.cuda.operands import ALIGNMENT, FLOATS, OPERAND, Operands, activation
 from mxk_compile.kernels.desc import MoEDesc
 
 _DECODE = struct.Struct(f"=3Q{OPERAND * 6}4Q6q10i2f")  # struct Decode of moe_decode.cu
 _COUNTER_BYTES = 256
-_CAPTURED_LAUNCHES = 4096  # counters set aside for launches in CUDA graphs, a device
+_MOST_COUNTERS = 16384  # of a device: one a stream, and one a launch in a CUDA graph
 MOST_EXPERTS = 1024
 
 
@@ -36,26 +36,23 @@ class _Counters:
     """
 
     def __init__(self, device: int) -> None:
-        self._pool = torch.zeros((_CAPTURED_LAUNCHES, _COUNTER_BYTES), dtype=torch.uint8, device=device)
-        # Other streams use them too, in whatever order.
-        torch.cuda.current_stream(device).synchronize()
+        shape = (_MOST_COUNTERS, _COUNTER_BYTES)
+        self._pool = persistent(lambda: torch.zeros(shape, dtype=torch.uint8, device=device), device)
+        self._base = self._pool.data_ptr()
         self._next = itertools.count()
-        self._of_stream: dict[int, Tensor] = {}
-        self._device = device
+        self._of_stream: dict[int, int] = {}
 
-    def of(self, stream: int, capturing: bool) -> int:
-        """Address of the counters for a launch on this stream."""
-        if capturing:
+    def of(self, stream: int, capturing: bool) -> int | None:
+        """Address of the counters for a launch on this stream; None if there are no more."""
+        address = None if capturing else self._of_stream.get(stream)
+        if address is None:
             index = next(self._next)
-            if index < _CAPTURED_LAUNCHES:
-                return self._pool.data_ptr() + index * _COUNTER_BYTES
-            # Zeroed by the graph itself, in memory of the graph.
-            return torch.zeros(_COUNTER_BYTES, dtype=torch.uint8, device=self._device).data_ptr()
-        counters = self._of_stream.get(stream)
-        if counters is None:
-            counters = torch.zeros(_COUNTER_BYTES, dtype=torch.uint8, device=self._device)
-            self._of_stream[stream] = counters
-        return counters.data_ptr()
+            if index >= _MOST_COUNTERS:
+                return None
+            address = self._base + index * _COUNTER_BYTES
+            if not capturing:
+                self._of_stream[stream] = address
+        return address
 
 
 _counters: dict[int, _Counters] = {}
@@ -65,12 +62,16 @@ _counters_lock = threading.Lock()
 def _counters_for(device: int, stream: int) -> int:
     capturing = torch.cuda.is_current_stream_capturing()
     counters = _counters.get(device)
-    if counters is None:
-        if capturing:
-            return torch.zeros(_COUNTER_BYTES, dtype=torch.uint8, device=device).data_ptr()
+    if counters is None and not capturing:
         with _counters_lock:
-            counters = _counters.setdefault(device, _Counters(device))
-    return counters.of(stream, capturing)
+            counters = _counters.get(device)
+            if counters is None:
+                counters = _counters[device] = _Counters(device)
+    address = counters.of(stream, capturing) if counters is not None else None
+    if address is None:
+        # Zeroed each time, by the graph itself where one is captured.
+        return torch.zeros(_COUNTER_BYTES, dtype=torch.uint8, device=device).data_ptr()
+    return address
 
 
 class Decode:

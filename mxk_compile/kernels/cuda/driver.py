@@ -6,9 +6,11 @@ import ctypes
 import functools
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mxk_compile.errors import KernelError
 
@@ -154,6 +156,31 @@ class _while_capturing:
         from cuda.bindings import driver
 
         ask(driver.cuThreadExchangeStreamCaptureMode(self._mode))
+
+
+def persistent(make: Callable[[], Tensor], device: int) -> Tensor:
+    """A tensor for later calls, from `make`, which is done when this returns.
+
+    Made in a thread of its own: this one may be allocating from the private memory of a CUDA graph, which must not keep
+    anything beyond the graph.
+    """
+    made: list[Tensor] = []
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+                made.append(make())
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:  # raised again where it is waited for
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return made[0]
 
 
 @functools.cache

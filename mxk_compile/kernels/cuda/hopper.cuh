@@ -44,9 +44,9 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return d;
 }
 
-__device__ __forceinline__ uint2 load_weights(const u8* pointer) {  // read once: past L1
+__device__ __forceinline__ uint2 load_shared_8(u32 address) {
   uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(pointer));
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
   return v;
 }
 
@@ -84,6 +84,16 @@ __device__ __forceinline__ void bulk_copy(u32 target, const void* source, u32 by
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
                "l"(source), "r"(bytes), "r"(barrier)
                : "memory");
+}
+
+// 16 bytes of which `valid` (0 or 16) are read, the others become zero.
+__device__ __forceinline__ void copy_16(u32 target, const u8* source, u32 valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {  // one of the arrivals that it counts
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // ---- warpgroup matrix multiply

@@ -10,15 +10,20 @@ __device__ __forceinline__ u32 expand(u32 word) {
   return (magnitude & 0x01C001C0u) | (sign & 0x80008000u);
 }
 
+#ifndef MXK_SCALES_SMALL
+#define MXK_SCALES_SMALL 0  // 1: no scale byte is above 128, which was checked once a weight
+#endif
 constexpr u32 TWO_126 = 0x7E807E80u;  // 2^126 twice: undoes expand's factor, exactly
 
-// E8M0 byte as bf16 twice. 2^-127 is a subnormal; 255 is NaN.
+// E8M0 byte as bf16 twice. 2^-127 is a subnormal; 255 is NaN. Small ones take 2^126 with them: 2^(byte - 1).
 __device__ __forceinline__ u32 scale_pair(u32 byte) {
+  if constexpr (MXK_SCALES_SMALL) return (byte + 126) * 0x00800080u;
   const u32 bits = byte == 0 ? 0x0040u : byte == 255 ? 0x7FC0u : byte << 7;
   return bits | bits << 16;
 }
 
 template <int J>
 __device__ __forceinline__ u32 weights(u32 word, u32 scale) {
+  if constexpr (MXK_SCALES_SMALL) return multiply_bf16x2(expand<J>(word), scale);
   return multiply_bf16x2(multiply_bf16x2(expand<J>(word), TWO_126), scale);
 }

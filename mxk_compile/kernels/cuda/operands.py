@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxk_compile.kernels.cuda.driver import persistent
 from mxk_compile.kernels.desc import MoEDesc
 from mxk_compile.ops.moe import Weights
 from mxk_compile.variants import ACTIVATIONS
@@ -91,7 +92,7 @@ def operand(name: str, value: Weights | None, alignment: int) -> Operand:
         return Operand(fields, dtype, tuple(tensors) if copied else (), copied)
     row_stride = first.stride(0) * size if first.dim() > 1 else 0
     addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
-    table = addresses.to(first.device)
+    table = persistent(lambda: addresses.to(first.device), first.device.index) if first.is_cuda else addresses
     kept = (*(tensors if copied else ()), table, addresses)
     return Operand((0, table.data_ptr(), 0, row_stride), dtype, kept, copied)
 
@@ -117,9 +118,8 @@ class Operands:
         w13, s13, w2, s2, _, _, b13, b2 = weights
         up_row = {"gate_up": desc.intermediate_size, "interleaved": 1}.get(desc.row_order, 0)
         return cls(
-            # 8: a lane's load of a packed row
-            *(operand("w13", w13, 8), operand("w13_scale", s13, 1), operand("w13_bias", b13, 1)),
-            *(operand("w2", w2, 8), operand("w2_scale", s2, 1), operand("w2_bias", b2, 1)),
+            *(operand("w13", w13, ALIGNMENT), operand("w13_scale", s13, 1), operand("w13_bias", b13, 1)),
+            *(operand("w2", w2, ALIGNMENT), operand("w2_scale", s2, 1), operand("w2_bias", b2, 1)),
             row_step=2 if desc.row_order == "interleaved" else 1,
             gate_row=desc.intermediate_size if desc.row_order == "up_gate" else 0,
             up_row=up_row,

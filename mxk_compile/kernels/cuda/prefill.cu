@@ -31,12 +31,16 @@ constexpr int BLOCK_BYTES = 2 * BLOCK;    // of a row
 #define MXK_TOKENS 128
 #endif
 constexpr int TOKENS = MXK_TOKENS;        // of a tile: wgmma's N, 16..128 in steps of 16
-constexpr int STAGES = 8;
-constexpr int STAGE_BYTES = TOKENS * BLOCK_BYTES;
-constexpr int THREADS = 384;              // producer warpgroup, two consumers
+constexpr int ROWS = 256;                 // weight rows of a tile
+constexpr int PACKED_BYTES = BLOCK / 2;   // of a block of one weight row
+constexpr int WEIGHTS = TOKENS * BLOCK_BYTES;  // where they lie in a stage
+constexpr int STAGE_BYTES = WEIGHTS + ROWS * PACKED_BYTES;
+constexpr int STAGES = 196 * 1024 / STAGE_BYTES < 16 ? 196 * 1024 / STAGE_BYTES : 16;
+constexpr int PRODUCERS = 128;
+constexpr int THREADS = PRODUCERS + 256;  // and two warpgroups of consumers
 constexpr int CONSUMER_WARPS = 8;
-constexpr int PRODUCER_REGISTERS = 40;    // 40 * 128 + 232 * 256 <= 65536
-constexpr int CONSUMER_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = 56;    // 56 * 128 + 224 * 256 <= 65536
+constexpr int CONSUMER_REGISTERS = 224;
 
 struct Gemm {
   Operand weight, scale, bias;
@@ -59,32 +63,25 @@ __device__ __forceinline__ u64 operand_descriptor(u32 address) {  // K-major, 12
          ((address & 0x3FFFF) >> 4);
 }
 
-// Two weight rows (gate and up, or g and g + 8) of a warpgroup's first 64-row unit, where lane q reads them, and how far
-// the second unit's are.
-struct Rows {
-  const u8* weight[2];
-  const u8* scale[2];
-  i32 weight_unit, scale_unit;
+// Scales of one block of a lane's four weight rows: both units, gate and up or rows g and g + 8.
+struct Scales {
+  u32 byte[2][2];
+};
+
+struct ScaleRows {  // where the lane reads them
+  const u8* first[2];
+  i32 unit;       // from the first unit's to the second's
   i32 groups[2];  // valid ones of a unit, none for a row beyond the matrix
-};
 
-struct Packed {  // of one block
-  uint2 word[2][2];
-  u32 scale[2][2];
-};
-
-__device__ __forceinline__ void load(Packed& packed, const Rows& rows, int block, int quarter) {
-  const int group = 2 * block + quarter / 2;
+  __device__ __forceinline__ void load(Scales& scales, int block, int quarter) const {
 #pragma unroll
-  for (int unit = 0; unit < 2; ++unit) {
-    const bool valid = group < rows.groups[unit];
+    for (int u = 0; u < 2; ++u) {
+      const bool valid = 2 * block + quarter / 2 < groups[u];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      packed.word[unit][half] = valid ? load_weights(rows.weight[half] + unit * rows.weight_unit + block * 32) : make_uint2(0, 0);
-      packed.scale[unit][half] = valid ? __ldg(rows.scale[half] + unit * rows.scale_unit + 2 * block) : 127;
+      for (int half = 0; half < 2; ++half) scales.byte[u][half] = valid ? __ldg(first[half] + u * unit + 2 * block) : 0;
     }
   }
-}
+};
 
 struct Ring {
   u32 data, full, empty;  // shared addresses
@@ -94,15 +91,21 @@ struct Ring {
   }
 };
 
-__device__ __forceinline__ void multiply_block(float (&sum)[2][TOKENS / 2], u32 (&fragment)[2][2][4], const Packed& packed,
-                                               Ring& ring, u32& used, bool leader) {
+__device__ __forceinline__ void multiply_block(float (&sum)[2][TOKENS / 2], u32 (&fragment)[2][2][4],
+                                               const Scales& scales, Ring& ring, u32 at, u32& used, bool leader) {
+  const u32 stage = ring.data + ring.stage * STAGE_BYTES;
+  barrier_wait(ring.full + 8 * ring.stage, ring.parity);
+  uint2 words[2][2];
   u32 factor[2][2];
 #pragma unroll
   for (int unit = 0; unit < 2; ++unit) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) factor[unit][half] = scale_pair(packed.scale[unit][half]);
+    for (int half = 0; half < 2; ++half) {
+      words[unit][half] = load_shared_8(stage + at + (2 * unit + half) * 32 * PACKED_BYTES);
+      factor[unit][half] = scale_pair(scales.byte[unit][half]);
+    }
   }
-  const u64 descriptor = operand_descriptor(ring.data + ring.stage * STAGE_BYTES);
+  const u64 descriptor = operand_descriptor(stage);
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     wgmma_wait<1>();  // of the products that read the fragments written next, one step ago all but the last
@@ -111,14 +114,12 @@ __device__ __forceinline__ void multiply_block(float (&sum)[2][TOKENS / 2], u32 
     for (int unit = 0; unit < 2; ++unit) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint2 words = packed.word[unit][half];
-        const u32 word = step < 2 ? words.x : words.y;
+        const u32 word = step < 2 ? words[unit][half].x : words[unit][half].y;
         u32(&target)[4] = fragment[step & 1][unit];
         target[half] = step & 1 ? weights<2>(word, factor[unit][half]) : weights<0>(word, factor[unit][half]);
         target[half + 2] = step & 1 ? weights<3>(word, factor[unit][half]) : weights<1>(word, factor[unit][half]);
       }
     }
-    if (step == 0) barrier_wait(ring.full + 8 * ring.stage, ring.parity);
     wgmma_fence();
 #pragma unroll
     for (int unit = 0; unit < 2; ++unit) Wgmma<TOKENS>::run(sum[unit], fragment[step & 1][unit], descriptor + 2 * step);
@@ -128,12 +129,12 @@ __device__ __forceinline__ void multiply_block(float (&sum)[2][TOKENS / 2], u32 
   ring.next();
 }
 
-__device__ __forceinline__ void multiply(float (&sum)[2][TOKENS / 2], const Gemm& p, const Rows& rows, int quarter,
-                                         Ring& ring, bool leader) {
+__device__ __forceinline__ void multiply(float (&sum)[2][TOKENS / 2], const Gemm& p, const ScaleRows& rows, int quarter,
+                                         Ring& ring, u32 at, bool leader) {
   u32 fragment[2][2][4];
-  Packed even, odd;
-  load(even, rows, 0, quarter);
-  if (p.blocks > 1) load(odd, rows, 1, quarter);
+  Scales even, odd;
+  rows.load(even, 0, quarter);
+  rows.load(odd, 1, quarter);
 #pragma unroll
   for (int unit = 0; unit < 2; ++unit) {
 #pragma unroll
@@ -141,35 +142,49 @@ __device__ __forceinline__ void multiply(float (&sum)[2][TOKENS / 2], const Gemm
   }
   u32 used = ~0u;  // empty-barrier of the stage before, still read by the tensor cores
   for (int block = 0;;) {
-    multiply_block(sum, fragment, even, ring, used, leader);
-    if (block + 2 < p.blocks) load(even, rows, block + 2, quarter);
+    multiply_block(sum, fragment, even, ring, at, used, leader);
+    rows.load(even, block + 2, quarter);
     if (++block == p.blocks) break;
-    multiply_block(sum, fragment, odd, ring, used, leader);
-    if (block + 2 < p.blocks) load(odd, rows, block + 2, quarter);
+    multiply_block(sum, fragment, odd, ring, at, used, leader);
+    rows.load(odd, block + 2, quarter);
     if (++block == p.blocks) break;
   }
   wgmma_wait<0>();
   if (leader) barrier_arrive(used);
 }
 
-// Row of a 64-block of outputs that this lane's gate (and up) rows hold in `unit`; see the permutation above.
-__device__ __forceinline__ int output_of(int unit, int warp, int lane) {
-  const int g = lane / 4;
+// Output, in its block of 64, of fragment row g (gate) and g + 8 (up) of a warp in `unit`; see the permutation above.
+__device__ __forceinline__ int output_of(int unit, int warp, int g) {
   return 16 * (g / 2) + 4 * (g % 2) + 8 * unit + warp;
 }
 
 template <bool GATE_UP>
-__device__ __forceinline__ i64 row_of(const Gemm& p, int output, int half) {
-  if (!GATE_UP) return output + 8 * half;
-  return static_cast<i64>(output) * p.row_step + (half ? p.up_row : p.gate_row);
-}
+struct Tile {
+  static constexpr int OUTPUTS = GATE_UP ? ROWS / 2 : ROWS;
+
+  __device__ static int rows_of(const Gemm& p) { return (p.outputs + OUTPUTS - 1) / OUTPUTS; }
+  // Output of row g of a warp in `unit` of a warpgroup.
+  __device__ static int output(int row_tile, int group, int unit, int warp, int g) {
+    return row_tile * OUTPUTS + group * (OUTPUTS / 2) + (GATE_UP ? output_of(unit, warp, g) : 64 * unit + 16 * warp + g);
+  }
+  __device__ static i64 row(const Gemm& p, int output, int half) {
+    if (!GATE_UP) return output + 8 * half;
+    return static_cast<i64>(output) * p.row_step + (half ? p.up_row : p.gate_row);
+  }
+  __device__ static int expert(const Gemm& p, int expert, int half) {
+    return GATE_UP && half ? expert + p.up_expert : expert;
+  }
+  __device__ static int unit_rows(const Gemm& p) { return GATE_UP ? 8 * p.row_step : 64; }       // to the second unit's
+  __device__ static int group_rows(const Gemm& p) { return GATE_UP ? 64 * p.row_step : 128; }    // to the second group's
+};
 
 template <bool GATE_UP>
 __device__ __forceinline__ void compute_tile(const Gemm& p, const int4& tile, int row_tile, Ring& ring) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / 128 - 1;
+  using Rows = Tile<GATE_UP>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = (threadIdx.x - PRODUCERS) / 128;
   const int quarter = lane % 4, g = lane / 4;
   const int expert = tile.x, first_row = tile.y;
-  const int output_base = GATE_UP ? row_tile * 128 + group * 64 : row_tile * 256 + group * 128;
+  const int output_base = row_tile * Rows::OUTPUTS + group * (Rows::OUTPUTS / 2);
   if (output_base >= p.outputs) {  // nothing here for this warpgroup: let the ring pass
     for (int block = 0; block < p.blocks; ++block) {
       barrier_wait(ring.full + 8 * ring.stage, ring.parity);
@@ -178,25 +193,20 @@ __device__ __forceinline__ void compute_tile(const Gemm& p, const int4& tile, in
     }
     return;
   }
-  Rows rows;
+  ScaleRows rows;
   int output[2];
 #pragma unroll
   for (int unit = 0; unit < 2; ++unit) {
-    output[unit] = output_base + (GATE_UP ? output_of(unit, warp, lane) : 64 * unit + 16 * warp + g);
+    output[unit] = Rows::output(row_tile, group, unit, warp, g);
     rows.groups[unit] = output[unit] < p.outputs ? p.groups : 0;
   }
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int source = GATE_UP && half ? expert + p.up_expert : expert;
-    const i64 row = row_of<GATE_UP>(p, output[0], half);
-    rows.weight[half] = p.weight.expert(source) + row * p.weight.row_stride + 8 * quarter;
-    rows.scale[half] = p.scale.expert(source) + row * p.scale.row_stride + quarter / 2;
-  }
-  const int unit_rows = GATE_UP ? 8 * p.row_step : 64;
-  rows.weight_unit = unit_rows * static_cast<i32>(p.weight.row_stride);
-  rows.scale_unit = unit_rows * static_cast<i32>(p.scale.row_stride);
+  for (int half = 0; half < 2; ++half)
+    rows.first[half] = p.scale.expert(Rows::expert(p, expert, half)) +
+                       Rows::row(p, output[0], half) * p.scale.row_stride + quarter / 2;
+  rows.unit = Rows::unit_rows(p) * static_cast<i32>(p.scale.row_stride);
   float sum[2][TOKENS / 2];
-  multiply(sum, p, rows, quarter, ring, lane == 0);
+  multiply(sum, p, rows, quarter, ring, WEIGHTS + (128 * group + 8 * warp + g) * PACKED_BYTES + 8 * quarter, lane == 0);
 
   float bias[2][2] = {};
   if (p.bias.present()) {
@@ -205,8 +215,8 @@ __device__ __forceinline__ void compute_tile(const Gemm& p, const int4& tile, in
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (output[unit] >= p.outputs) continue;
-        bias[unit][half] = load_float(p.bias.expert(GATE_UP && half ? expert + p.up_expert : expert),
-                                      row_of<GATE_UP>(p, output[unit], half), p.bias_dtype);
+        bias[unit][half] = load_float(p.bias.expert(Rows::expert(p, expert, half)),
+                                      Rows::row(p, output[unit], half), p.bias_dtype);
       }
     }
   }
@@ -244,6 +254,45 @@ __device__ __forceinline__ void compute_tile(const Gemm& p, const int4& tile, in
   }
 }
 
+// The producers' part of a tile. A thread copies the same half (one scale group) of a block of four weight rows.
+template <bool GATE_UP>
+__device__ __forceinline__ void feed_tile(const Gemm& p, const int4& tile, int row_tile, Ring& ring) {
+  using Rows = Tile<GATE_UP>;
+  const int t = threadIdx.x, group_half = t % 2;
+  const int g = t / 2 % 8, warp = t / 16 % 4, half = t / 64;
+  const int expert = Rows::expert(p, tile.x, half);
+  const int output = Rows::output(row_tile, 0, 0, warp, g);
+  const i64 row = Rows::row(p, output, half);
+  const u8* source = p.weight.expert(expert) + row * p.weight.row_stride + 16 * group_half;
+  const i64 unit = Rows::unit_rows(p) * p.weight.row_stride, group = Rows::group_rows(p) * p.weight.row_stride;
+  const u32 target = ring.data + WEIGHTS + (t / 2) * PACKED_BYTES + 16 * group_half;
+  i32 groups[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    groups[i] = Rows::output(row_tile, i / 2, i % 2, warp, g) < p.outputs ? p.groups : 0;
+  const u8* scales = p.scale.expert(expert) + row * p.scale.row_stride;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u8* of_row = scales + (i % 2 * Rows::unit_rows(p) + i / 2 * Rows::group_rows(p)) * p.scale.row_stride;
+    for (int at = 32 * group_half; at < groups[i]; at += 64) prefetch_l2(of_row + at);
+  }
+  for (int block = 0; block < p.blocks; ++block) {
+    const u32 full = ring.full + 8 * ring.stage;
+    barrier_wait(ring.empty + 8 * ring.stage, ring.parity);
+    if (t == 0) {
+      barrier_arrive_expect(full, TOKENS * BLOCK_BYTES);
+      bulk_copy(ring.data + ring.stage * STAGE_BYTES,
+                p.rows + (static_cast<i64>(block) * p.total_rows + tile.y) * BLOCK_BYTES, TOKENS * BLOCK_BYTES, full);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      copy_16(target + ring.stage * STAGE_BYTES + i * 64 * PACKED_BYTES,
+              source + i % 2 * unit + i / 2 * group + block * PACKED_BYTES, 2 * block + group_half < groups[i] ? 16 : 0);
+    barrier_arrive_after_copies(full);
+    ring.next();
+  }
+}
+
 template <bool GATE_UP>
 __device__ __forceinline__ void gemm(const Gemm& p) {
   extern __shared__ __align__(1024) u8 shared[];
@@ -251,7 +300,7 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
             shared_address(shared + STAGES * STAGE_BYTES + 8 * STAGES)};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(ring.full + 8 * stage, 1);
+      barrier_init(ring.full + 8 * stage, PRODUCERS + 1);
       barrier_init(ring.empty + 8 * stage, CONSUMER_WARPS);
     }
     barrier_init_fence();
@@ -261,35 +310,23 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
   // comes after both waits for both.
   if (!p.chained) wait_for_earlier_kernels();
   let_later_kernels_start();
-  const int tile_outputs = GATE_UP ? 128 : 256;
-  const int row_tiles = (p.outputs + tile_outputs - 1) / tile_outputs;
+  const int row_tiles = Tile<GATE_UP>::rows_of(p);
   const int total = *p.num_tiles * row_tiles;
 
-  if (threadIdx.x < 128) {
+  if (threadIdx.x < PRODUCERS) {
     give_registers<PRODUCER_REGISTERS>();
-    if (threadIdx.x == 0) {
-      ring.parity = 1;  // empty at first
-      for (int work = blockIdx.x; work < total; work += gridDim.x) {
-        const int4 tile = p.tiles[work / row_tiles];
-          for (int block = 0; block < p.blocks; ++block) {
-          barrier_wait(ring.empty + 8 * ring.stage, ring.parity);
-          barrier_arrive_expect(ring.full + 8 * ring.stage, TOKENS * BLOCK_BYTES);
-          bulk_copy(ring.data + ring.stage * STAGE_BYTES,
-                    p.rows + (static_cast<i64>(block) * p.total_rows + tile.y) * BLOCK_BYTES, TOKENS * BLOCK_BYTES,
-                    ring.full + 8 * ring.stage);
-          ring.next();
-        }
-      }
-    }
+    ring.parity = 1;  // empty at first
+    for (int work = blockIdx.x; work < total; work += gridDim.x)
+      feed_tile<GATE_UP>(p, p.tiles[work / row_tiles], work % row_tiles, ring);
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    for (int work = blockIdx.x; work < total; work += gridDim.x) {
-      const int4 tile = p.tiles[work / row_tiles];
-      compute_tile<GATE_UP>(p, tile, work % row_tiles, ring);
-    }
+    for (int work = blockIdx.x; work < total; work += gridDim.x)
+      compute_tile<GATE_UP>(p, p.tiles[work / row_tiles], work % row_tiles, ring);
   }
   if (p.chained) wait_for_earlier_kernels();
 }
+
+__device__ __constant__ extern const int prefill_shared = STAGES * (STAGE_BYTES + 2 * 8);
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_gate_up(const __grid_constant__ Gemm p) {
   gemm<true>(p);

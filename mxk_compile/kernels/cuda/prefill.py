@@ -19,7 +19,7 @@ _GEMM = struct.Struct(f"={OPERAND * 3}4Q10i2fi4x")
 _ROUTING = struct.Struct("=9Q6q15i4x")
 _BLOCK, _ROW_BYTES = 64, 128  # columns of a block of activations, and its bytes a row
 _ROW_STEP = 16  # an expert's rows begin at multiples of it
-_GEMM_THREADS, _STAGES = 384, 8
+_GEMM_THREADS = 384
 _SORT_THREADS, _GATHER_WARPS, _SUM_THREADS = 1024, 4, 256
 _MOST_SIZES = 4
 MOST_EXPERTS, MOST_TOP_K = 1024, 64
@@ -28,10 +28,10 @@ _CHUNK_TOKENS = 16384
 
 
 @functools.cache
-def _products(tokens: int) -> tuple[Kernel, Kernel]:
+def _products(tokens: int, scales_small: bool) -> tuple[Kernel, Kernel]:
     """Gate/up and down products with tiles of at most `tokens` rows."""
-    library = Library(build("prefill.cu", {"MXK_TOKENS": tokens}))
-    shared = _STAGES * (tokens * _ROW_BYTES + 2 * 8)
+    library = Library(build("prefill.cu", {"MXK_TOKENS": tokens, "MXK_SCALES_SMALL": int(scales_small)}))
+    shared = library.constant("prefill_shared")
     gate_up, down = (
         Kernel(library.kernel(name), _GEMM, _GEMM_THREADS, shared, overlap=True)
         for name in ("prefill_gate_up", "prefill_down")
@@ -47,13 +47,6 @@ def _routing() -> tuple[Kernel, Kernel, Kernel]:
         Kernel(library.kernel("prefill_gather"), _ROUTING, 32 * _GATHER_WARPS, overlap=True),
         Kernel(library.kernel("prefill_sum"), _ROUTING, _SUM_THREADS, overlap=True),
     )
-
-
-def load(sizes: tuple[int, ...]) -> None:
-    """Compiles and loads what `Prefill` with these sizes launches."""
-    _routing()
-    for size in sizes:
-        _products(size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +92,7 @@ class Prefill:
         operands: the weights.
         alpha, limit: of the activation; limit +inf for no clamp.
         experts_min: as in `mxk::moe`.
+        scales_small: whether no scale byte of the weights is above 128.
         sizes: rows of a tile, at most 4, multiples of 16 up to 128, ascending.
     """
 
@@ -109,6 +103,7 @@ class Prefill:
         alpha: float,
         limit: float,
         experts_min: int,
+        scales_small: bool,
         sizes: tuple[int, ...],
     ) -> None:
         self.desc, self.sizes, self.experts_min = desc, sizes, experts_min
@@ -139,7 +134,7 @@ class Prefill:
         )
         self._constants = (alpha, limit)
         self._all_sizes = (*sizes, *(0,) * (_MOST_SIZES - len(sizes)))
-        self._products = [_products(size) for size in sizes]
+        self._products = [_products(size, scales_small) for size in sizes]
 
     def __call__(
         self, device: int, stream: int, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor

@@ -17,17 +17,17 @@ def stacked(case: MoECase) -> Operands:
 
 def test_a_stack_is_an_address_and_two_strides() -> None:
     weight = torch.zeros(3, 8, 48, dtype=torch.uint8)
-    described = operand("w13", weight, 8)
+    described = operand("w13", weight, 16)
     assert described.fields == (weight.data_ptr(), 0, 8 * 48, 48)
     assert not described.copied
     words = weight.view(torch.int32)
-    assert operand("w13", words, 8).fields == described.fields, "int32 words are the same bytes"
+    assert operand("w13", words, 16).fields == described.fields, "int32 words are the same bytes"
 
 
 def test_a_view_with_a_gap_is_read_in_place() -> None:
     whole = torch.zeros(3, 12, 64, dtype=torch.uint8)
     view = whole[:, 2:10, 16:48]
-    described = operand("w13", view, 8)
+    described = operand("w13", view, 16)
     assert described.fields == (whole.data_ptr() + 2 * 64 + 16, 0, 12 * 64, 64)
     assert not described.copied
 
@@ -35,8 +35,8 @@ def test_a_view_with_a_gap_is_read_in_place() -> None:
 @pytest.mark.parametrize("step", ["columns", "address"])
 def test_what_the_loads_cannot_take_is_copied(step: str) -> None:
     whole = torch.arange(3 * 8 * 128, dtype=torch.int64).to(torch.uint8).view(3, 8, 128)
-    view = whole[..., ::2] if step == "columns" else whole[..., 4:68]
-    described = operand("w13", view, 8)
+    view = whole[..., ::2] if step == "columns" else whole[..., 8:72]
+    described = operand("w13", view, 16)
     assert described.copied
     (copy,) = described.kept
     assert torch.equal(copy, view)
@@ -45,7 +45,7 @@ def test_what_the_loads_cannot_take_is_copied(step: str) -> None:
 
 def test_a_list_is_a_table_of_addresses() -> None:
     tensors = [torch.zeros(8, 48, dtype=torch.uint8) for _ in range(3)]
-    described = operand("w2", tensors, 8)
+    described = operand("w2", tensors, 16)
     base, table, expert_stride, row_stride = described.fields
     assert (base, expert_stride, row_stride) == (0, 0, 48)
     assert table == described.kept[0].data_ptr()
@@ -54,7 +54,7 @@ def test_a_list_is_a_table_of_addresses() -> None:
 
 def test_a_list_of_unlike_strides_is_copied() -> None:
     tensors = [torch.zeros(8, 48, dtype=torch.uint8), torch.zeros(8, 96, dtype=torch.uint8)[:, :48]]
-    described = operand("w2", tensors, 8)
+    described = operand("w2", tensors, 16)
     assert described.copied
     assert described.fields[3] == 48
 
