@@ -14,13 +14,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FL
 SOURCES := pyproject.toml $(wildcard setup.py mxk_compile/kernels/*/*.cpp mxk_compile/kernels/*/*.h mxk_compile/kernels/*/*.inc)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check fix bench clean
+.PHONY: demo test sanitize check fix bench clean
 
 demo: $(VENV)/.demo  ## the shipped model, stock and fused, side by side
 	$(BIN)/mxk demo $(DEMO_FLAGS)
 
 test: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+sanitize: $(VENV)/.dev  ## the kernel library under the address, undefined-behaviour and thread sanitizers
+	$(BIN)/python -m pytest -m slow tests/kernels/cpu/test_sanitizers.py $(PYTEST_FLAGS)
 
 check: $(VENV)/.dev  ## lint, format, types, import contract
 	$(BIN)/ruff check

@@ -11,6 +11,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -54,11 +55,15 @@ def build(target: Path, objects: Path, extra: list[str] | None = None) -> None:
     objects.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     x86 = platform.machine().lower() in ("x86_64", "amd64")
-    units = []
-    for source in sorted((Path(__file__).parent / SOURCES).glob("*.cpp")):
-        units.append(str(objects / source.with_suffix(".o").name))
+    sources = sorted((Path(__file__).parent / SOURCES).glob("*.cpp"))
+    units = [str(objects / source.with_suffix(".o").name) for source in sources]
+
+    def compile_unit(source: Path, unit: str) -> None:
         unit_flags = UNIT_FLAGS.get(source.name, []) if x86 else []
-        subprocess.run([*command, *unit_flags, "-c", str(source), "-o", units[-1]], check=True)
+        subprocess.run([*command, *unit_flags, "-c", str(source), "-o", unit], check=True)
+
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        list(pool.map(compile_unit, sources, units))
     partial = target.with_name(f"{target.name}.{os.getpid()}")
     subprocess.run([*command, "-shared", *units, "-o", str(partial), "-ldl", "-lpthread"], check=True)
     partial.replace(target)  # a process that has the old library open keeps it

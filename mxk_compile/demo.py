@@ -43,7 +43,7 @@ _WARM_UP_TOKENS = 4
 # of Inductor's code are two, and where cores are few or busy each spins on the core that the other needs.
 _ONE_THREAD_BYTES = 64 << 20
 # Ranges that the profiler sees: ours, Inductor's around its compiled code, and the op.
-_STEP, _GRAPH, _MOE = "mxk decode step", "## Call CompiledFxGraph", "mxk::moe"
+_STEP, _GRAPH, _MOE, _KERNEL = "mxk decode step", "## Call CompiledFxGraph", "mxk::moe", "mxk kernel"
 
 
 @dataclasses.dataclass
@@ -319,9 +319,10 @@ class _NoAttention(nn.Module):
 def profile_lines(session: models.Session, prompt: Sequence[int], steps: int = 50) -> list[str]:
     """Shares of one decode step of the `mxk` session, medians.
 
-    Under torch.profiler: MoE is the op's own time; framework is the time of a step outside the compiled graph (guards,
-    wrappers, the logits' way out). Attention, which Inductor fuses with its neighbours, is what a step without it
-    saves. The rest is the remainder (embedding, norms, router, head) and takes the noise of the others.
+    Under torch.profiler: MoE is the op's time, in its kernel and in what this package does around it; framework is the
+    time of a step outside the compiled graph (guards, wrappers, the logits' way out). Attention, which Inductor fuses
+    with its neighbours, is what a step without it saves. The rest is the remainder (embedding, norms, router, head) and
+    takes the noise of the others.
     """
     shared = {id(tensor): tensor for tensor in (*session.model.parameters(), *session.model.buffers())}
     without = copy.deepcopy(session.model, dict(shared))
@@ -330,9 +331,13 @@ def profile_lines(session: models.Session, prompt: Sequence[int], steps: int = 5
     reduced = models.Session(without, session.length, compiled(without, "mxk"))
     _steps((session, reduced), prompt, _WARM_UP_TOKENS)
     whole, less = (statistics.median(seconds) for seconds in _steps((session, reduced), prompt, steps))
-    moe_seconds, framework = _profiled(session, prompt, steps)
+    kernel, ours, framework = _profiled(session, prompt, steps)
 
-    parts = {"MoE (mxk::moe)": moe_seconds, "attention with its projections": whole - less}
+    parts = {
+        "MoE kernels": kernel,
+        "MoE overhead that is ours": ours,
+        "attention with its projections": whole - less,
+    }
     if framework is not None:
         parts["framework, outside the graph"] = framework
     parts["rest"] = whole - sum(parts.values())
@@ -357,16 +362,24 @@ def _steps(sessions: Sequence[models.Session], prompt: Sequence[int], steps: int
     return seconds
 
 
-def _profiled(session: models.Session, prompt: Sequence[int], steps: int) -> tuple[float, float | None]:
-    """Seconds a step in `mxk::moe`, and outside the compiled graph (None where the profiler does not show it)."""
+def _profiled(
+    session: models.Session, prompt: Sequence[int], steps: int
+) -> tuple[float, float, float | None]:
+    """Seconds a step in the kernels of `mxk::moe`, around them in its calls, and outside the compiled graph.
+
+    Kernels of devices that do not name them to the profiler count as calls; the last is None where it is not shown.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         _steps((session,), prompt, steps)
-    durations: dict[str, list[float]] = {_STEP: [], _GRAPH: [], _MOE: []}
+    durations: dict[str, list[float]] = {_STEP: [], _GRAPH: [], _MOE: [], _KERNEL: []}
     for event in profiler.events():
         for name, found in durations.items():
             if event.name.startswith(name):
                 found.append(event.cpu_time_total * 1e-6)
     median = {name: statistics.median(found) if found else None for name, found in durations.items()}
-    moe_seconds = (median[_MOE] or 0.0) * len(durations[_MOE]) / steps
+    calls = len(durations[_MOE]) / steps
+    call = median[_MOE] or 0.0
+    kernel = call if median[_KERNEL] is None else median[_KERNEL] or 0.0
     step, graph = median[_STEP], median[_GRAPH]
-    return moe_seconds, None if step is None or graph is None else step - graph
+    framework = None if step is None or graph is None else step - graph
+    return calls * kernel, calls * (call - kernel), framework

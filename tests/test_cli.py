@@ -315,6 +315,8 @@ def test_the_demo_prints_every_comparison(
     assert errors["mxk"] <= 1.8e-3 < errors["stock"]
     shares = [float(share) for share in re.findall(r" ms +(-?[\d.]+)%", out)]
     assert sum(shares) == pytest.approx(100, abs=0.5)
+    for row in ("MoE kernels", "MoE overhead that is ours", "attention with its projections", "rest"):
+        assert re.search(rf"^  {row} +-?[\d.]+ ms", out, re.MULTILINE), row
 
 
 def test_the_fp32_reference_is_the_unpacked_fp32_model(folder: Path) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch._C._profiler import _RecordFunctionFast
 
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
@@ -260,7 +262,12 @@ class Prepared:
             *(hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), out.data_ptr()),
             torch.get_num_threads(),
         )
-        if self._function(varying + self._fixed):
+        if _profiler_enabled():
+            with _RecordFunctionFast("mxk kernel"):
+                failed = self._function(varying + self._fixed)
+        else:
+            failed = self._function(varying + self._fixed)
+        if failed:
             raise KernelError(
                 *(
                     "CPU kernels",
