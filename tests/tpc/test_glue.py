@@ -174,6 +174,7 @@ def test_everything_else_is_unsupported_and_changes_nothing(
         ("gptoss", {"T": 33}, "T is 33; allowed: 1 to 32"),
         ("gptoss", {"K": 3104}, "K is 3104; allowed: 1 to 3072 in steps of 32"),
         ("kimi", {"K": 8704}, "K is 8704; allowed: 1 to 8192 in steps of 512"),
+        ("kimi_int4", {"K": 8704}, "K is 8704; allowed: 1 to 8192 in steps of 512"),
     ],
 )
 def test_limits_of_the_variants(
@@ -183,6 +184,17 @@ def test_limits_of_the_variants(
     sizes |= {name: -(-sizes[name[0]] // 512) * 512 for name in ("KP", "IP")} | {"R": sizes["T"] * sizes["k"]}
     for kernel in variant_kernels(variant)[:2]:
         answer, said = compile_graph(image, library(variant), "node", nodes=node(kernel, sizes))
+        assert answer.split()[0] == str(UNSUPPORTED)
+        assert reason in said
+
+
+def test_limits_of_the_unpack(image: object, library: Library) -> None:
+    for rows, columns, reason in (
+        (8192, 96, "rows is 8192; allowed: 1 to 8168"),
+        (64, 8224, "columns is 8224; allowed: 1 to 8192 in steps of 32"),
+    ):
+        line = node(KERNELS["mxk_deq"], sizes_of("glm") | {"N": rows, "C": columns})
+        answer, said = compile_graph(image, library("glm"), "node", nodes=line)
         assert answer.split()[0] == str(UNSUPPORTED)
         assert reason in said
 

@@ -68,49 +68,26 @@ def process(program: str, image: Any, muse: Any, gptoss: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_pt2_ops_are_registered_at_load_and_know_their_outputs(image: Any, muse: Any, gptoss: Any) -> None:
-    found = process(
-        """
-        ctypes.CDLL(str(plugin["pt2"]), ctypes.RTLD_GLOBAL)
-        load_ops(muse, "pt2")
-        names = sorted(n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if n.startswith("custom_op::"))
-        schemas = {n: str(getattr(torch.ops.custom_op, n).default._schema) for n in names}
-        meta = {n: getattr(torch.ops.custom_op, n)(*tensors(n, "meta"), *scalars(n)) for n in names}
-        outputs = {n: [list(y.shape), str(y.dtype), y.device.type] for n, y in meta.items()}
-        device = {}
-        for n in names:
-            y = on_device(n, *tensors(n), *scalars(n))
-            device[n] = [list(y.shape), str(y.dtype), params("pt2")]
-        print(json.dumps([schemas, outputs, device]))
-        """,
-        image,
-        muse,
-        gptoss,
-    )
-    schemas, outputs, device = found
-    assert schemas == {
-        "mxk_w13x": "custom_op::mxk_w13x(Tensor x, Tensor ids, Tensor w13, Tensor s13, int experts_min) -> Tensor",
-        "mxk_w2xr": "custom_op::mxk_w2xr(Tensor a, Tensor ids, Tensor rw, Tensor w2, Tensor s2, int experts_min)"
-        " -> Tensor",
-    }
-    assert outputs == {
-        "mxk_w13x": [[12, 512], "torch.bfloat16", "meta"],
-        "mxk_w2xr": [[3, 4, 1024], "torch.bfloat16", "meta"],
-    }
-    assert device == {
-        "mxk_w13x": [[12, 512], "torch.bfloat16", [7]],
-        "mxk_w2xr": [[3, 4, 1024], "torch.bfloat16", [7]],
-    }
-
-
-def test_fakes_follow_a_symbolic_number_of_tokens(image: Any, muse: Any, gptoss: Any) -> None:
-    found = process(
-        """
+@pytest.fixture(scope="module")
+def pt2(image: Any, muse: Any, gptoss: Any) -> Any:
+    """What a process with libmxk_op_pt2.so finds."""
+    program = """
         from torch.fx.experimental.proxy_tensor import make_fx
         ctypes.CDLL(str(plugin["pt2"]), ctypes.RTLD_GLOBAL)
         load_ops(muse, "pt2")
-        _, _, w13, s13 = tensors("mxk_w13x")
-        _, _, _, w2, s2 = tensors("mxk_w2xr")
+        found = {"again": load_ops(muse, "pt2").variant}
+
+        names = sorted(n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if "custom_op::" in n)
+        found["schemas"] = {n: str(getattr(torch.ops.custom_op, n).default._schema) for n in names}
+        fakes = {n: getattr(torch.ops.custom_op, n)(*tensors(n, "meta"), *scalars(n)) for n in names}
+        found["fakes"] = {n: [list(y.shape), str(y.dtype), y.device.type] for n, y in fakes.items()}
+        found["calls"] = {}
+        for n in names:
+            y = on_device(n, *tensors(n), *scalars(n))
+            found["calls"][n] = [list(y.shape), str(y.dtype), params("pt2")]
+
+        w13, s13 = tensors("mxk_w13x")[2:]
+        w2, s2 = tensors("mxk_w2xr")[3:]
 
         def layer(x, ids, rw):
             a = torch.ops.custom_op.mxk_w13x(x, ids, w13, s13, 0)
@@ -120,16 +97,81 @@ def test_fakes_follow_a_symbolic_number_of_tokens(image: Any, muse: Any, gptoss:
         graph = make_fx(layer, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*arguments).graph
         x = next(node for node in graph.nodes if node.op == "placeholder").meta["val"]
         a, y = (node.meta["val"] for node in graph.nodes if "custom_op" in str(node.target))
-        print(json.dumps([[str(size) for size in shape] for shape in (x.shape, a.shape, y.shape)]))
-        """,
-        image,
-        muse,
-        gptoss,
-    )
-    tokens, slots = found[0][0], found[2][1]
+        found["symbolic"] = [[str(size) for size in shape] for shape in (x.shape, a.shape, y.shape)]
+
+        op = torch.ops.custom_op.mxk_w13x
+
+        def both(change, **sizes):
+            out = []
+            for run, device in ((op, "meta"), (lambda *a: on_device("mxk_w13x", *a), "cpu")):
+                arguments = tensors("mxk_w13x", device, **sizes)
+                change(arguments)
+                out.append(refused(lambda: run(*arguments, 0)))
+            return out
+
+        def put(index, make):
+            def change(arguments):
+                arguments[index] = make(arguments[index])
+            return change
+
+        keep = lambda arguments: None
+        found["refusals"] = {
+            "type": both(put(1, lambda t: t.long())),
+            "shape": both(put(3, lambda t: t[:, :, :-1])),
+            "rank": both(put(0, lambda t: t[None])),
+            "many": both(put(0, lambda t: t[None, None, None])),
+            "tokens": both(keep, T=17),
+            "none": both(keep, T=0),
+            "routes": both(keep, T=16, k=9),
+            "multiple": both(keep, K=1056, KP=1536),
+            "fine": both(keep, T=16, k=8),
+        }
+        found["strided"] = both(put(2, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)))[1]
+        found["scalar"] = refused(lambda: on_device("mxk_w13x", *tensors("mxk_w13x"), -1))
+        print(json.dumps(found))
+        """
+    return process(program, image, muse, gptoss)
+
+
+def test_pt2_ops_are_registered_at_load_and_know_their_outputs(pt2: Any) -> None:
+    assert pt2["again"] == "muse"
+    assert pt2["schemas"] == {
+        "mxk_w13x": "custom_op::mxk_w13x(Tensor x, Tensor ids, Tensor w13, Tensor s13, int experts_min) -> Tensor",
+        "mxk_w2xr": "custom_op::mxk_w2xr(Tensor a, Tensor ids, Tensor rw, Tensor w2, Tensor s2, int experts_min)"
+        " -> Tensor",
+    }
+    shapes = {"mxk_w13x": [12, 512], "mxk_w2xr": [3, 4, 1024]}
+    assert pt2["fakes"] == {name: [shape, "torch.bfloat16", "meta"] for name, shape in shapes.items()}
+    assert pt2["calls"] == {name: [shape, "torch.bfloat16", [7]] for name, shape in shapes.items()}
+
+
+def test_fakes_follow_a_symbolic_number_of_tokens(pt2: Any) -> None:
+    x, a, y = pt2["symbolic"]
+    tokens, slots = x[0], y[1]
     assert not tokens.isdigit()
-    assert found[1] in ([f"{tokens}*{slots}", "512"], [f"{slots}*{tokens}", "512"])
-    assert found[2][::2] == [tokens, "1024"]
+    assert a in ([f"{tokens}*{slots}", "512"], [f"{slots}*{tokens}", "512"])
+    assert y[::2] == [tokens, "1024"]
+
+
+def test_calls_that_the_kernel_does_not_take_are_refused_by_every_key(pt2: Any) -> None:
+    advice = "; keep the stock op for this call"
+    expected = {
+        "type": "mxk_w13x: ids is Long; allowed: Int; convert it before the call",
+        "shape": "mxk_w13x: s13 is [5, 1024, 31]; allowed: [E, 2I, K/32] in the sizes of the other tensors"
+        + advice,
+        "rank": "mxk_w13x: x is [1, 3, 1024]; allowed: [T, KP] in the sizes of the other tensors" + advice,
+        "many": "mxk_w13x: x has 5 dimensions; allowed: [T, KP]" + advice,
+        "tokens": "mxk_w13x: T is 17; allowed: 1 to 16 in steps of 1" + advice,
+        "none": "mxk_w13x: T is 0; allowed: 1 to 16 in steps of 1" + advice,
+        "routes": "mxk_w13x: T*k is 144; allowed: 1 to 128 in steps of 1" + advice,
+        "multiple": "mxk_w13x: K is 1056; allowed: 1 to 6144 in steps of 512" + advice,
+        "fine": "accepted",
+    }
+    assert pt2["refusals"] == {case: [text, text] for case, text in expected.items()}
+    assert (
+        pt2["strided"] == "mxk_w13x: w13 is not contiguous; allowed: dense tensors; call .contiguous() on it"
+    )
+    assert pt2["scalar"] == "mxk_w13x: experts_min is -1; allowed: 0 to 2**31-1" + advice
 
 
 def test_lazy_ops_state_type_and_shape_and_pass_scalars(image: Any, muse: Any, gptoss: Any) -> None:
@@ -157,67 +199,6 @@ def test_lazy_ops_state_type_and_shape_and_pass_scalars(image: Any, muse: Any, g
         "demo_scale": [[2, 3], "torch.float32", [half]],
     }
     assert found[1] == ["custom_op::demo_scale", "custom_op::mxk_w13xib", "custom_op::mxk_w2xb"]
-
-
-def test_calls_that_the_kernel_does_not_take_are_refused_by_every_key(
-    image: Any, muse: Any, gptoss: Any
-) -> None:
-    found = process(
-        """
-        ctypes.CDLL(str(plugin["pt2"]), ctypes.RTLD_GLOBAL)
-        load_ops(muse, "pt2")
-        n = "mxk_w13x"
-        op = torch.ops.custom_op.mxk_w13x
-
-        def both(change, *values, **sizes):
-            out = []
-            for run, device in ((op, "meta"), (lambda *a: on_device(n, *a), "cpu")):
-                arguments = tensors(n, device, **sizes)
-                change(arguments)
-                out.append(refused(lambda: run(*arguments, *(values or (0,)))))
-            return out
-
-        def put(index, make):
-            def change(arguments):
-                arguments[index] = make(arguments[index])
-            return change
-
-        keep = lambda arguments: None
-        print(json.dumps({
-            "type": both(put(1, lambda t: t.long())),
-            "shape": both(put(3, lambda t: t[:, :, :-1])),
-            "rank": both(put(0, lambda t: t[None])),
-            "tokens": both(keep, T=17),
-            "none": both(keep, T=0),
-            "routes": both(keep, T=16, k=9),
-            "multiple": both(keep, K=1056, KP=1536),
-            "fine": both(keep, T=16, k=8),
-            "strided": both(put(2, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)))[1],
-            "scalar": refused(lambda: on_device(n, *tensors(n), -1)),
-        }))
-        """,
-        image,
-        muse,
-        gptoss,
-    )
-    advice = "; keep the stock op for this call"
-    expected = {
-        "type": "mxk_w13x: ids is Long; allowed: Int; convert it before the call",
-        "shape": "mxk_w13x: s13 is [5, 1024, 31]; allowed: [E, 2I, K/32] in the sizes of the other tensors"
-        + advice,
-        "rank": "mxk_w13x: x is [1, 3, 1024]; allowed: [T, KP] in the sizes of the other tensors" + advice,
-        "tokens": "mxk_w13x: T is 17; allowed: 1 to 16 in steps of 1" + advice,
-        "none": "mxk_w13x: T is 0; allowed: 1 to 16 in steps of 1" + advice,
-        "routes": "mxk_w13x: T*k is 144; allowed: 1 to 128 in steps of 1" + advice,
-        "multiple": "mxk_w13x: K is 1056; allowed: 1 to 6144 in steps of 512" + advice,
-        "fine": "accepted",
-    }
-    assert {case: found[case] for case in expected} == {case: [text, text] for case, text in expected.items()}
-    assert (
-        found["strided"]
-        == "mxk_w13x: w13 is not contiguous; allowed: dense tensors; call .contiguous() on it"
-    )
-    assert found["scalar"] == "mxk_w13x: experts_min is -1; allowed: 0 to 2**31-1" + advice
 
 
 def test_a_process_holds_one_op_library(image: Any, muse: Any, gptoss: Any) -> None:
@@ -252,45 +233,29 @@ def test_a_process_holds_one_op_library(image: Any, muse: Any, gptoss: Any) -> N
     assert (shape, words) == ([12, 512], [3])
 
 
-def test_the_loader_notices_a_library_that_was_loaded_past_it(image: Any, muse: Any, gptoss: Any) -> None:
-    found = process(
+def test_what_cannot_be_loaded_here(image: Any, muse: Any, gptoss: Any) -> None:
+    absent, lazy, unnamed, unknown = process(
         """
-        ctypes.CDLL(str(plugin["pt2"]), ctypes.RTLD_GLOBAL)
-        torch.ops.load_library(str(muse / "libmxk_op_pt2.so"))
-        same = load_ops(muse, "pt2").variant  # the very library: nothing to refuse
-        print(json.dumps(same))
-        """,
-        image,
-        muse,
-        gptoss,
-    )
-    assert found == "muse"
-
-
-def test_a_library_of_the_other_execution_mode_is_refused(image: Any, muse: Any, gptoss: Any) -> None:
-    found = process(
-        """
+        before = refused(lambda: load_ops(muse, "pt2"))
         ctypes.CDLL(str(plugin["lazy"]), ctypes.RTLD_GLOBAL)
-        print(json.dumps([refused(lambda: load_ops(muse, "pt2")), refused(lambda: load_ops(gptoss, "pt2")),
-                          refused(lambda: load_ops(muse, "eager"))]))
+        print(json.dumps([before, *(refused(lambda: load_ops(*a)) for a in (
+            (muse, "pt2"), (gptoss, "pt2"), (muse, "eager")))]))
         """,
         image,
         muse,
         gptoss,
     )
-    assert found == [
-        f"{muse.folder}/libmxk_op_pt2.so: the bridge of lazy mode is loaded; allowed: libmxk_op_lazy.so in lazy mode; "
-        "load that one, or set PT_HPU_LAZY_MODE before the bridge is imported",
+    library = f"{muse.folder}/libmxk_op_pt2.so"
+    assert absent.startswith(f"{library}: it cannot be loaded: libhabana_pytorch2_plugin.so: cannot open")
+    assert lazy == (
+        f"{library}: the bridge of lazy mode is loaded; allowed: libmxk_op_lazy.so in lazy mode; "
+        "load that one, or set PT_HPU_LAZY_MODE before the bridge is imported"
+    )
+    assert unnamed == (
         f"{gptoss.folder}/libmxk_op_pt2.so: MANIFEST does not name it; allowed: a build with it (--pt2 for "
-        "torch.compile); build it again, in this image",
-        "op library: kind 'eager'; allowed: lazy, pt2; name one of them",
-    ]
-
-
-def test_without_the_bridge_the_error_is_one_line(image: Any, muse: Any, gptoss: Any) -> None:
-    found = process("print(json.dumps(refused(lambda: load_ops(muse, 'pt2'))))", image, muse, gptoss)
-    assert found.startswith(f"{muse.folder}/libmxk_op_pt2.so: it cannot be loaded: ")
-    assert "libhabana_pytorch2_plugin.so" in found
+        "torch.compile); build it again, in this image"
+    )
+    assert unknown == "op library: kind 'eager'; allowed: lazy, pt2; name one of them"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ NUM_TPC = 24
 """Index-space points, one per TPC of a Gaudi 2; each owns a fixed slice of the output rows."""
 MAX_ROUTES = 128
 MAX_EXPERTS = 128
+MAX_ROWS = 8168
+"""Rows of one matrix of mxk_deq: the kernels' division by 24 holds up to there (MXK_SLICE)."""
+MAX_COLUMNS = 8192
+"""Columns of it: the largest K of a variant."""
 MAX_NODE_TENSORS = 16
 """Inputs and outputs that a TPC node may have (Synapse interface: MAX_TENSORS_GAUDI)."""
 
@@ -146,6 +150,8 @@ def _kernel(name: str, inputs: str, output: str, scalars: str = "") -> Kernel:
 
 _W13 = "x bf16 [T,KP]; ids i32 [T,k]; w13 u8 [E,2I,K/2]; s13 u8 [E,2I,K/32]"
 _W2 = "a bf16 [R,IP]; ids i32 [T,k]; rw f32 [T,k]; w2 u8 [E,K,I/2]; s2 u8 [E,K,I/32]"
+_W13_INT4 = "x bf16 [T,KP]; ids i32 [T,k]; w13 u8 [E,2I,K/2]; s13 bf16 [E,2I,K/32]"
+_W2_INT4 = "a bf16 [R,IP]; ids i32 [T,k]; rw f32 [T,k]; w2 u8 [E,K,I/2]; s2 bf16 [E,K,I/32]"
 _A = "a bf16 [R,IP]"
 
 # fmt: off
@@ -158,6 +164,10 @@ _ROWS = (
     _kernel("mxk_w2xb", _W2 + "; b2 f32 [E,K]", "y bf16 [T,K]", "experts_min:int"),
     _kernel("mxk_w2xr", _W2, "y bf16 [T,k,K]", "experts_min:int"),
     _kernel("mxk_deq", "w u8 [N,C/2]; s u8 [N,C/32]", "d bf16 [N,C]"),
+    # Codes minus 8, bf16 scales: beyond the published kernels, in builds of their own.
+    _kernel("mxk_w13i4x", _W13_INT4, _A, "experts_min:int"),
+    _kernel("mxk_w13i4xt", _W13_INT4, _A, "experts_min:int"),
+    _kernel("mxk_w2i4x", _W2_INT4, "y bf16 [T,K]", "experts_min:int"),
 )
 # fmt: on
 KERNELS = {kernel.name: kernel for kernel in _ROWS}
@@ -168,6 +178,8 @@ VARIANT_KERNELS = {
     "dsv41": ("mxk_w13xi", "mxk_w2x"),
     "muse": ("mxk_w13x", "mxk_w2xr"),
     "kimi": ("mxk_w13xt", "mxk_w2x"),
+    "int4": ("mxk_w13i4x", "mxk_w2i4x"),
+    "kimi_int4": ("mxk_w13i4xt", "mxk_w2i4x"),
 }
 """Kernels that a build of this variant holds, in the order of its GUID list. MiMo-V2.6-Pro runs the build of glm."""
 
@@ -177,8 +189,10 @@ VARIANT_LIMITS = {
     "dsv41": Limits(512, 6144, 256, 3072, 16),
     "muse": Limits(512, 6144, 512, 3072, 16),
     "kimi": Limits(512, 8192, 512, 3072, 16),
+    "int4": Limits(512, 6144, 512, 3072, 16),
+    "kimi_int4": Limits(512, 8192, 512, 3072, 16),
 }
-"""Published with the same kernels ("MXFP4 MoE decode kernels", limitations), for one call of each variant."""
+"""Of one call; the first five published with the same kernels ("MXFP4 MoE decode kernels", limitations)."""
 
 
 def variant_kernels(variant: str) -> tuple[Kernel, ...]:

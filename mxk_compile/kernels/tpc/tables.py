@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mxk_compile.errors import KernelError
-from mxk_compile.kernels.tpc.signatures import MAX_EXPERTS, MAX_ROUTES, NUM_TPC, Kernel, Limits, Tensor
+from mxk_compile.kernels.tpc.signatures import (
+    MAX_COLUMNS,
+    MAX_EXPERTS,
+    MAX_ROUTES,
+    MAX_ROWS,
+    NUM_TPC,
+    Kernel,
+    Limits,
+    Tensor,
+)
 
 ENTRY_POINTS = (
     "GetKernelGuids",
@@ -36,6 +45,8 @@ def kernel_rows(kernels: Sequence[Kernel], limits: Limits) -> str:
         limits.max_tokens,
         MAX_ROUTES,
         MAX_EXPERTS,
+        MAX_ROWS,
+        MAX_COLUMNS,
     )
     rows = ",\n".join(_kernel_row(kernel) for kernel in kernels)
     return (

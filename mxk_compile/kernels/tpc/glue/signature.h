@@ -50,6 +50,7 @@ struct KernelSpec {
 
 struct Limits {
   int hidden_multiple, hidden_max, intermediate_multiple, intermediate_max, max_tokens, max_routes, max_experts;
+  int max_rows, max_columns;  // of mxk_deq
 };
 
 // Why a call is refused, on one line: "{kernel}: {given}; allowed: {allowed}; {what to do}".
@@ -151,8 +152,8 @@ bool resolve(const KernelSpec& kernel, const Limits& limits, const Shape<Int>* i
         !follows(kernel, Symbol::R, "rows of a", routes, sizes, why))
       return false;
   }
-  if (s.has(Symbol::N) && !within(kernel, "rows", s[Symbol::N], 1, 1 << 20, why)) return false;
-  if (s.has(Symbol::C) && !within(kernel, "columns", s[Symbol::C], 32, 1 << 20, why)) return false;
+  if (s.has(Symbol::N) && !within(kernel, "rows", s[Symbol::N], 1, limits.max_rows, why)) return false;
+  if (s.has(Symbol::C) && !within(kernel, "columns", s[Symbol::C], 32, limits.max_columns, why)) return false;
   return true;
 }
 
