@@ -19,7 +19,7 @@ from torch import fx
 
 from mxk_compile.errors import CallError
 from mxk_compile.kernels import MoEDesc, supports
-from mxk_compile.kernels.select import stacked_only, token_range
+from mxk_compile.kernels.select import select, stacked_only, token_range
 from mxk_compile.passes import token_rule
 from mxk_compile.passes.arguments import bind, fake_arguments, mutates, overload_of
 from mxk_compile.passes.context import Context
@@ -185,7 +185,10 @@ def _decide(call: Call, report: NodeReport, context: Context) -> MoEDesc:
     rule = token_rule.decide(fakes[0].shape[0], min(caps, default=None), context.can_guard, fewest)
     report.tokens = rule.text
     if rule.reason is not None:
-        raise Declined(rule.reason)
+        if most is None:
+            raise Declined(rule.reason)
+        allowed = f"{select(report.desc)}: {fewest} to {most} tokens with top_k {report.desc.top_k}"
+        raise Declined(f"{rule.reason} ({allowed})")
     return report.desc
 
 

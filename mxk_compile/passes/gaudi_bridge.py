@@ -15,13 +15,15 @@ import contextvars
 import importlib
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, fx
 
 from mxk_compile.errors import KernelError
+from mxk_compile.kernels.tpc.libraries import load_ops
 from mxk_compile.passes import run_passes
-from mxk_compile.passes.warm import warm_ops
+from mxk_compile.passes.warm import self_check, warm_ops
 from mxk_compile.settings import Settings, settings
 
 _logger = logging.getLogger("mxk_compile")
@@ -49,6 +51,24 @@ def pass_mxk_moe(context: Any) -> bool:
     return bool(new)
 
 
+def start(folder: Path, device: str = "hpu") -> dict[str, str | None]:
+    """What a server does at start-up for compiled mode: op library, pass, and each op called once eagerly.
+
+    Args:
+        folder: a build of `mxk build-tpc --pt2`.
+        device: where the ops are called.
+
+    Returns:
+        As `warm.self_check`: each op by qualified name, None or the error. Layers of ops with an error stay stock.
+
+    Raises:
+        KernelError: no such build, another op library in this process, or no bridge that takes the pass.
+    """
+    load_ops(folder, "pt2")
+    register()
+    return self_check(device)
+
+
 def register() -> str:
     """Puts the pass into the bridge, once a process; idempotent.
 
@@ -65,7 +85,7 @@ def register() -> str:
     way = getattr(passes, "_mxk_registered", None)
     if way is not None:
         return str(way)
-    placement = getattr(passes, "OptimizationPassPlacement", None)
+    placement: Any = getattr(passes, "OptimizationPassPlacement", None)
     if not hasattr(placement, "PRE_PLACEMENT"):
         raise _refuse("it has no OptimizationPassPlacement.PRE_PLACEMENT")
     if hasattr(passes, "register_pass_at_optimization_pass"):

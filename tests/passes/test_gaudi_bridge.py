@@ -87,6 +87,16 @@ def test_a_server_that_names_hpu_backend_runs_the_kernels(bridge: Any, way: str)
     assert rel_l2(result, case.reference(round_intermediate=True)) < 4e-3
 
 
+def test_start_up(bridge: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(gaudi_bridge, "load_ops", lambda *arguments: loaded.append(arguments))
+    found = gaudi_bridge.start(Path("build"), device="cpu")
+    assert loaded == [(Path("build"), "pt2")]
+    assert found["custom_op::mxk_w13xib"] is None
+    assert set(stand_ins.called) == {name.removeprefix("custom_op::") for name in found}
+    assert gaudi_bridge.register() == way
+
+
 def test_registering_twice_does_nothing(bridge: Any, way: str) -> None:
     assert [gaudi_bridge.register(), gaudi_bridge.register()] == [way, way]
     names = [run.__name__ for run in bridge.passes.get_passes(stand_ins.Placement.PRE_PLACEMENT)]

@@ -269,13 +269,11 @@ def test_tokens_out_of_range_stay_stock(num_tokens: int, on_cpu: None) -> None:
     case = variant_case("glm", num_tokens=num_tokens)
     found = Report()
     compiled(lambda *routing: call_stock(case, case.lists, *routing), found)(*case.routing)
-    assert (
-        found.nodes[0].reason
-        == {
-            0: "T may be below 1, the fewest tokens of the fused kernels",
-            17: "T=17 > 16, the cap of the fused kernels",
-        }[num_tokens]
-    )
+    reason = {
+        0: "T may be below 1, the fewest tokens of the fused kernels",
+        17: "T=17 > 16, the cap of the fused kernels",
+    }[num_tokens]
+    assert found.nodes[0].reason == f"{reason} (hpu/tpc/glm: 1 to 16 tokens with top_k 2)"
 
 
 DESC = MoEDesc("hpu", torch.bfloat16, 512, 512, 4, 2, (32, 32), "mxfp4", "input", "gate_up", "silu")
@@ -462,6 +460,51 @@ def test_routing(
     local = ((as_signed.long() >= 6) & (as_signed.long() < 9)).any(1)
     assert (result[~local] == 0).all()
     assert torch.allclose(result.float(), expected.float(), rtol=2e-2, atol=2e-2)
+
+
+@given(
+    num_tokens=st.sampled_from([0, 1, 2, 32, 33]),
+    num_experts=st.sampled_from([1, 2, 129]),
+    top_k=st.integers(1, 6),
+    hidden_size=st.sampled_from([32, 48, 64, 3104]),
+    intermediate_size=st.sampled_from([32, 40, 64, 96]),
+    dtype=st.sampled_from([torch.bfloat16, torch.bfloat16, torch.float32, torch.float16]),
+    row_order=st.sampled_from(["interleaved", "interleaved", "gate_up", "up_gate"]),
+    bias=st.sampled_from([True, True, False]),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_call_runs_right_or_is_refused_before_a_kernel_runs(
+    num_tokens: int, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype,
+    row_order: str, bias: bool,
+) -> None:  # fmt: skip
+    num_experts = num_experts if hidden_size < 1000 else 1  # for the tests' sake
+    case = random_case(
+        num_tokens=num_tokens, num_experts=num_experts, top_k=1, hidden_size=hidden_size,
+        intermediate_size=intermediate_size, row_order=row_order, activation="swiglu_oai", alpha=1.702, limit=7.0,
+        bias=bias,
+    )  # fmt: skip
+    case.topk_ids = case.topk_ids.repeat(1, top_k)
+    case.topk_weights = case.topk_weights.repeat(1, top_k) / top_k
+    case.hidden_states = case.hidden_states.to(dtype)
+    desc = MoEDesc.from_call(*case.routing, *case.weights, **case.attributes)
+    desc = dataclasses.replace(desc, device="hpu")
+    scalars = {name: case.attributes[name] for name in ("alpha", "limit", "experts_min")}
+    allowed = (
+        dtype is torch.bfloat16 and row_order == "interleaved" and bias and num_experts <= 128
+        and 0 < hidden_size <= 3072 and hidden_size % 32 == 0 and intermediate_size % 32 == 0
+    )  # fmt: skip
+    stand_ins.called.clear()
+    if not allowed:
+        assert supports(desc) is not None
+        with pytest.raises(errors.KernelError, match=r"^Gaudi kernels: [^\n]*; keep the stock op$"):
+            tpc.moe(desc, *case.routing, *case.weights, **scalars)
+        assert stand_ins.called == []
+        return
+    assert supports(desc) is None
+    result = tpc.moe(desc, *case.routing, *case.weights, **scalars)
+    fits = 1 <= num_tokens <= 32 and num_tokens * top_k <= 128
+    assert stand_ins.called == (["mxk_w13xib", "mxk_w2xb"] if fits else [])
+    assert torch.allclose(result.float(), case.reference().float(), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 32, 33])

@@ -154,7 +154,8 @@ def chunk_order(values: Tensor) -> Tensor:
     lanes = aten.view.default(values, [-1, padded // CHUNK, CHUNK // 4, 4])
     planes = aten.permute.default(lanes, [0, 1, 3, 2])
     dense = aten.clone.default(planes, memory_format=torch.contiguous_format)
-    return aten.view.default(dense, [-1, padded])
+    result: Tensor = aten.view.default(dense, [-1, padded])
+    return result
 
 
 def narrow_ids(ids: Tensor, experts_min: int, num_experts: int) -> Tensor:
@@ -174,7 +175,7 @@ def call_kernel(kernel: Kernel, arguments: dict[str, Any]) -> Tensor:
     """Calls `custom_op::<kernel>` with those of `arguments` that it takes, in its order."""
     names = [tensor.name for tensor in kernel.inputs] + [scalar.name for scalar in kernel.scalars]
     op = getattr(torch.ops.custom_op, kernel.name).default
-    result = op(*(arguments[name] for name in names))
+    result: Tensor = op(*(arguments[name] for name in names))
     return result
 
 
