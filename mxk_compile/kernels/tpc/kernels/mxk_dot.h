@@ -23,6 +23,7 @@
 //                                                                   multiply-add with the scale: each partial sum is
 //                                                                   rounded, exact scaling, no bf16 under- or overflow
 //   -DMXK_SCALE_BF16                 6    2.5    4        4  16.5   scale multiplied into the bf16 weight (published)
+//   MXK_INT4                         6    1.5    4        2  13.5   codes - 8, bf16 scale per 32: no shift to fp32
 //   -DMXK_PAIR_LOOKUP                2    2.5    4        2  10.5   one lookup decodes both nibbles of a byte. Off: how a
 //                                                                   256-entry bf16 pair table lies in memory is not public
 // LOAD slot, cycles a chunk-row: 8 lookups (4 with pairs), 1 weight, 0.5 scale, 1 activation.
@@ -56,7 +57,18 @@
 
 // Shuffle controls: byte lane b of a chunk takes scale byte b / 16 (first chunk of a pair) or 16 + b / 16 (second) of the
 // 32 bytes replicated in every dual group, in the lowest byte of an element; the others are disabled and become 0.
-#ifdef MXK_SCALE_BF16
+#if defined(MXK_INT4)
+// bf16 scales: 16 of a chunk are half a dual group, so the second chunk's are the upper group's; a scale goes to the upper
+// half of an fp32 lane, which makes it fp32. Both bytes of a 16-bit element's control agree.
+#define MXK_SCALE_CONTROLS                                                                                    \
+    uchar256 first_scale;                                                                                     \
+    {                                                                                                         \
+        uint64 bits = v_u32_or_b(v_u32_shr_b(lane, 2), 0x80);                                                 \
+        bits = v_u32_or_b(bits, v_u32_shl_b(bits, 8));                                                        \
+        first_scale = (uchar256)v_u32_shl_b(bits, 16);                                                        \
+    }                                                                                                         \
+    const uchar256 second_scale = v_u8_or_b(first_scale, (uchar256)(uint64)0x20200000);
+#elif defined(MXK_SCALE_BF16)
 #define MXK_SCALE_CONTROLS                                                                                    \
     uchar256 first_scale = v_u8_or_b(v_u8_shr_b(read_lane_id_1b_b(), 4), 0x80);                               \
     first_scale = (uchar256)v_u16_and_b((ushort128)first_scale, 0x00FF);                                      \
@@ -76,9 +88,22 @@
     const bfloat128 plane = v_bf16_ld_tnsr_b(                                                                 \
         at_x, x, 0, MXK_LD_L(mxk_x[4 * s_i32_min(c, MXK_LOCAL_CHUNKS - 1) + (p)]), (c) >= MXK_LOCAL_CHUNKS);
 
+#ifdef MXK_INT4
+#define MXK_FID MXK_FID_INT4
+#define MXK_FID_PAIR MXK_FID_INT4_PAIR
+#define MXK_SCALE_LOAD(at) (uchar256)v_bf16_ld_tnsr_b(at, mxk_s)
+#define MXK_SCALE_F32(s, control)                                                                             \
+    (float64)v_u16_shuffle_b((ushort128)s, control, 0, (ushort128)zero_u8)
+#else
+#define MXK_FID MXK_FID_E2M1
+#define MXK_FID_PAIR MXK_FID_E2M1_PAIR
+#define MXK_SCALE_LOAD(at) v_u8_ld_tnsr_b(at, mxk_s)
+#define MXK_SCALE_F32(s, control) (float64)v_u32_shl_b((uint64)v_u8_shuffle_b(s, control, 0, zero_u8), 23)
+#endif
+
 #define MXK_SPREAD_SCALES(s) s = v_u8_mov_dual_group_all_b(s, MXK_ALL_BYTES, 0, 0, 0, 0, MXK_ALL_GROUPS, zero_u8);
 
-#define MXK_LOOKUP(i) v_bf16_lookup_1c(i, MXK_FID_E2M1, SW_BV16, zero_bf16)
+#define MXK_LOOKUP(i) v_bf16_lookup_1c(i, MXK_FID, SW_BV16, zero_bf16)
 #define MXK_NIBBLE_0(w) v_u16_and_b(w, 0xF)
 #define MXK_NIBBLE_1(w) v_u16_and_b(v_u16_shr_b(w, 4), 0xF)
 #define MXK_NIBBLE_2(w) v_u16_and_b(v_u16_shr_b(w, 8), 0xF)
@@ -103,29 +128,30 @@
 #define MXK_FIRST_PLANE(r, weights, plane) products##r = v_bf16_mul_acc32_b(weights, plane);
 #define MXK_PLANE(r, weights, plane) products##r = v_bf16_mac_acc32_b(weights, plane, products##r);
 #define MXK_CHUNK_END(r, control)                                                                             \
-    sum##r = v_f32_mac_b(v_f32_add_b(products##r.v1, products##r.v2),                                         \
-                         (float64)v_u32_shl_b((uint64)v_u8_shuffle_b(s##r, control, 0, zero_u8), 23), sum##r);
+    sum##r = v_f32_mac_b(v_f32_add_b(products##r.v1, products##r.v2), MXK_SCALE_F32(s##r, control), sum##r);
 #endif
 
 #define MXK_FOUR(MACRO, ...) MACRO(0, __VA_ARGS__) MACRO(1, __VA_ARGS__) MACRO(2, __VA_ARGS__) MACRO(3, __VA_ARGS__)
 
 #ifdef MXK_PAIR_LOOKUP
-#define MXK_BYTE(r, w, take, even_plane, odd_plane, FIRST)                                                    \
-    {                                                                                                         \
-        const bfloat256 both = v_bf16_lookup_2c(take, MXK_FID_E2M1_PAIR, SW_BV16, zero_pair);                 \
-        FIRST(r, both.v1, even_plane)                                                                         \
-        MXK_PLANE(r, both.v2, odd_plane)                                                                      \
-    }
-#define MXK_LOW_BYTE(r, w) MXK_BYTE(r, w, v_u16_and_b(w##r, 0xFF), plane0, plane1, MXK_FIRST_PLANE)
-#define MXK_HIGH_BYTE(r, w) MXK_BYTE(r, w, v_u16_shr_b(w##r, 8), plane2, plane3, MXK_PLANE)
+#define MXK_LOW_BYTE(r, w)                                                                                    \
+    const bfloat256 low##r = v_bf16_lookup_2c(v_u16_and_b(w##r, 0xFF), MXK_FID_PAIR, SW_BV16, zero_pair);     \
+    MXK_FIRST_PLANE(r, low##r.v1, plane0)
+#define MXK_LOW_REST(r, w) MXK_PLANE(r, low##r.v2, plane1)
+#define MXK_HIGH_BYTE(r, w)                                                                                   \
+    const bfloat256 high##r = v_bf16_lookup_2c(v_u16_shr_b(w##r, 8), MXK_FID_PAIR, SW_BV16, zero_pair);       \
+    MXK_PLANE(r, high##r.v1, plane2)
+#define MXK_HIGH_REST(r, w) MXK_PLANE(r, high##r.v2, plane3)
 #define MXK_PLANES(w, c, X)                                                                                   \
     const bfloat256 zero_pair = {0};                                                                          \
     X(plane0, c, 0)                                                                                           \
-    X(plane1, c, 1)                                                                                           \
     MXK_FOUR(MXK_LOW_BYTE, w)                                                                                 \
+    X(plane1, c, 1)                                                                                           \
+    MXK_FOUR(MXK_LOW_REST, w)                                                                                 \
     X(plane2, c, 2)                                                                                           \
+    MXK_FOUR(MXK_HIGH_BYTE, w)                                                                                \
     X(plane3, c, 3)                                                                                           \
-    MXK_FOUR(MXK_HIGH_BYTE, w)
+    MXK_FOUR(MXK_HIGH_REST, w)
 #else
 #define MXK_PLANE_0(r, w) MXK_FIRST_PLANE(r, MXK_LOOKUP(MXK_NIBBLE_0(w##r)), plane0)
 #define MXK_PLANE_1(r, w) MXK_PLANE(r, MXK_LOOKUP(MXK_NIBBLE_1(w##r)), plane1)
@@ -148,7 +174,7 @@
 #define MXK_LOAD_SECOND(r, unused)                                                                            \
     wb##r = (ushort128)v_u8_ld_tnsr_b(at_w##r, mxk_w);                                                        \
     at_w##r[0] += 256;                                                                                        \
-    s##r = v_u8_ld_tnsr_b(at_s##r, mxk_s);                                                                    \
+    s##r = MXK_SCALE_LOAD(at_s##r);                                                                           \
     at_s##r[0] += 32;
 
 // First chunk of a pair, then the loads of the next pair's first chunk.
@@ -210,9 +236,9 @@
         there = v_f32_mov_dual_group_all_b(odd, MXK_ALL_BYTES, 1, 0, 3, 2, MkWrA(0, 3, 0, 3), there);         \
         result = v_f32_add_b(here, there);                                                                    \
     }
-#define MXK_REDUCE(total)                                                                                     \
+#define MXK_REDUCE(total, a0, a1, a2, a3)                                                                     \
     {                                                                                                         \
-        const float64 t0 = MXK_FOLD(sum0), t1 = MXK_FOLD(sum1), t2 = MXK_FOLD(sum2), t3 = MXK_FOLD(sum3);     \
+        const float64 t0 = a0, t1 = a1, t2 = a2, t3 = a3;                                                     \
         MXK_INTERLEAVE(rows01, t0, t1)                                                                        \
         MXK_INTERLEAVE(rows23, t2, t3)                                                                        \
         const float64 here =                                                                                  \
@@ -225,5 +251,7 @@
         total = v_f32_add_b(total, v_f32_shuffle_b(total, swap2, 0, total));                                  \
         total = v_f32_add_b(total, v_f32_shuffle_b(total, swap1, 0, total));                                  \
     }
+
+#define MXK_PASS_TOTAL(total) MXK_REDUCE(total, MXK_FOLD(sum0), MXK_FOLD(sum1), MXK_FOLD(sum2), MXK_FOLD(sum3))
 
 #endif

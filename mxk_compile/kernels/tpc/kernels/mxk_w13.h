@@ -20,14 +20,22 @@
 // Lanes: pass (quad i, half h) writes lane 8 (i & 1) + 4 h + i / 2 of each dual group, so that a vector and its copy with
 // groups swapped convert to bf16 lanes 8 h .. 8 h + 7 = quads 0 .. 7 of one plane: four partial stores, one a plane.
 //
-// Limits: K, I multiples of 32; K <= 6144 (MXK_TAIL: 8192), since 12 KB of the 16 KB of vector local memory that a kernel
-// with LOOKUP gets hold the activation row, and 256 scale bytes are one load; T*k <= 128, E <= 128 (scalar tables).
+// Limits: K, I multiples of 32; K <= 6144 (MXK_TAIL: 8192, published), since 12 KB of the 16 KB of vector local memory that
+// a kernel with LOOKUP gets hold the activation row; T*k <= 128, E <= 128 (scalar tables).
 #include "mxk_common.h"
 #include "mxk_dot.h"
 #include "mxk_activation.h"
+#ifdef MXK_SHARE
+#include "mxk_share.h"
+#endif
 
 #define MXK_LOCAL_CHUNKS 12
 __local__ bfloat128 mxk_x[4 * MXK_LOCAL_CHUNKS]; // 12 KB
+
+#ifdef MXK_SHARE
+#define MXK_SHARED_CHUNKS (MXK_LOCAL_CHUNKS / 4)
+__local__ float64 mxk_runs[2]; // routes 0 and 1, routes 2 and 3: 512 bytes
+#endif
 
 #ifdef MXK_TAIL
 #define MXK_X MXK_X_TAIL
@@ -60,6 +68,100 @@ __local__ bfloat128 mxk_x[4 * MXK_LOCAL_CHUNKS]; // 12 KB
         MXK_PARTIAL_STORE(at_a, a, values, count, 64 + (from))                                                \
         at_a[0] = at_a[0] + 256;                                                                              \
         MXK_PARTIAL_STORE(at_a, a, values, count, 72 + (from))                                                \
+    }
+
+#define MXK_BIAS_GROUP(g, few, control)                                                                       \
+    bias = v_f32_sel_eq_u32_b(                                                                                \
+        v_u32_and_b(lane, few), g,                                                                            \
+        v_f32_shuffle_b(v_f32_mov_dual_group_all_b(loaded, MXK_ALL_BYTES, g, g, g, g, MXK_ALL_GROUPS, loaded), \
+                        control, 0, loaded),                                                                  \
+        bias);
+
+#ifdef MXK_SHARE
+// A pass is one column of up to four routes, a run 16 columns. Column (quad i, plane p) is lane 8 (i & 1) + 2 p + i / 2, so
+// that bf16 lanes 4 p .. 4 p + 3 of a route's dual group are quads 0 .. 3 of plane p.
+#ifdef MXK_INTERLEAVED
+#define MXK_SHARED_PASS(pass, expert)                                                                         \
+    {                                                                                                         \
+        const int row = 8 * first_quad + 2 * (pass);                                                          \
+        MXK_NEXT_PASS(row, row + 1, row, row + 1, expert)                                                     \
+    }
+#else
+#define MXK_SHARED_PASS(pass, expert)                                                                         \
+    {                                                                                                         \
+        const int row = 4 * first_quad + (pass);                                                              \
+        MXK_NEXT_PASS(row, num_columns + row, row, num_columns + row, expert)                                 \
+    }
+#endif
+#define MXK_STORE_SHARED_QUADS(quad, from, count, base)                                                       \
+    {                                                                                                         \
+        at_a[0] = 512 * ((quad) >> 7) + ((quad) & 127);                                                       \
+        MXK_PARTIAL_STORE(at_a, a, values, count, (base) + (from))                                            \
+        at_a[0] = at_a[0] + 128;                                                                              \
+        MXK_PARTIAL_STORE(at_a, a, values, count, (base) + 4 + (from))                                        \
+        at_a[0] = at_a[0] + 128;                                                                              \
+        MXK_PARTIAL_STORE(at_a, a, values, count, (base) + 8 + (from))                                        \
+        at_a[0] = at_a[0] + 128;                                                                              \
+        MXK_PARTIAL_STORE(at_a, a, values, count, (base) + 12 + (from))                                       \
+    }
+#define MXK_STORE_SHARED_ROUTE(q, base)                                                                       \
+    if (q < size) {                                                                                           \
+        at_a[1] = mxk_sorted[n + q];                                                                          \
+        MXK_STORE_SHARED_QUADS(run_quad, 0, before, base)                                                     \
+        if (before < count) MXK_STORE_SHARED_QUADS(run_quad + before, before, count - before, base)           \
+    }
+#define MXK_STORE_SHARED_PAIR(pair)                                                                           \
+    {                                                                                                         \
+        float64 finished = MXK_LD_L(mxk_runs[pair]);                                                          \
+        MXK_ADD_SHARED_BIAS                                                                                   \
+        MXK_ACTIVATE(finished)                                                                                \
+        MXK_STORE_SHARED_ROUTE(2 * pair, 0)                                                                   \
+        MXK_STORE_SHARED_ROUTE(2 * pair + 1, 64)                                                              \
+    }
+#ifdef MXK_BIAS
+#define MXK_ADD_SHARED_BIAS finished = v_f32_add_b(finished, bias);
+#else
+#define MXK_ADD_SHARED_BIAS
+#endif
+#endif
+
+#define MXK_STORE_PADDING                                                                                     \
+    if (end_quad == num_quads && padding < 128) {                                                             \
+        at_a[0] = 512 * (num_quads >> 7) + (num_quads & 127);                                                 \
+        MXK_PARTIAL_STORE(at_a, a, zero_bf16, padding, 0)                                                     \
+        at_a[0] = at_a[0] + 128;                                                                              \
+        MXK_PARTIAL_STORE(at_a, a, zero_bf16, padding, 1)                                                     \
+        at_a[0] = at_a[0] + 128;                                                                              \
+        MXK_PARTIAL_STORE(at_a, a, zero_bf16, padding, 2)                                                     \
+        at_a[0] = at_a[0] + 128;                                                                              \
+        MXK_PARTIAL_STORE(at_a, a, zero_bf16, padding, 3)                                                     \
+    }
+
+#ifdef MXK_CLAMP
+#define MXK_CLAMP_BOTH                                                                                        \
+    gate = MXK_AT_MOST(gate, limit);                                                                          \
+    up = MXK_AT_LEAST(MXK_AT_MOST(up, limit), -limit);
+#else
+#define MXK_CLAMP_BOTH
+#endif
+#ifdef MXK_OAI
+#define MXK_GATE_SCALED v_f32_mul_b(gate, alpha)
+#define MXK_UP_SHIFTED v_f32_add_b(up, 1.0f)
+#else
+#define MXK_GATE_SCALED gate
+#define MXK_UP_SHIFTED up
+#endif
+// `values`: activations of a run in bf16. Dual groups of the run: gate, up, gate, up; those of the result: one, unused, two.
+#define MXK_ACTIVATE(run)                                                                                     \
+    bfloat128 values;                                                                                         \
+    {                                                                                                         \
+        float64 gate = run;                                                                                   \
+        float64 up = v_f32_mov_dual_group_all_b(run, MXK_ALL_BYTES, 1, 1, 3, 3, MXK_ALL_GROUPS, run);         \
+        MXK_CLAMP_BOTH                                                                                        \
+        float128 both;                                                                                        \
+        both.v1 = v_f32_mul_b(v_f32_mul_b(gate, mxk_sigmoid(MXK_GATE_SCALED)), MXK_UP_SHIFTED);               \
+        both.v2 = v_f32_mov_group_b(both.v1, MXK_ALL_BYTES, MXK_SWAP_GROUPS, both.v1);                        \
+        values = v_convert_f32_to_bf16_all_b(both, SW_RHNE);                                                  \
     }
 
 void main(tensor x, tensor ids, tensor mxk_w, tensor mxk_s,
@@ -98,6 +200,17 @@ void main(tensor x, tensor ids, tensor mxk_w, tensor mxk_s,
     }
     int5 at_b = {0, 0, 0, 0, 0};
 #endif
+#ifdef MXK_SHARE
+    MXK_SHARE_STATE
+#ifdef MXK_BIAS
+    // 32 biases of 16 columns: element 8 i + 2 p + u of quad i, plane p, gate or up: dual group i / 2, group i & 1.
+    uchar256 shared_bias_control;
+    {
+        const uint64 element = v_u32_add_b(v_u32_and_b(lane, 6), v_u32_and_b(v_u32_shr_b(lane, 4), 1));
+        MXK_CONTROL_32(shared_bias_control, v_u32_or_b(element, v_u32_shl_b(v_u32_and_b(lane, 8), 2)))
+    }
+#endif
+#endif
     int5 at_x = {0, 0, 0, 0, 0};
     int5 at_a = {0, 0, 0, 0, 0};
 
@@ -112,6 +225,59 @@ void main(tensor x, tensor ids, tensor mxk_w, tensor mxk_s,
                 MXK_REGION(prologue);
                 const int route = mxk_sorted[n];
                 const int expert = mxk_expert[route];
+#ifdef MXK_SHARE
+                int size;
+                MXK_COUNT_SHARED(size, n, expert)
+                if (size > 1) {
+                    const int after = mxk_expert[mxk_sorted[s_i32_min(n + size, num_sorted - 1)]];
+                    MXK_SHARED_FETCH(0, x, mxk_token[route])
+                    MXK_SHARED_FETCH(1, x, mxk_token[mxk_sorted[n + 1]])
+                    MXK_SHARED_FETCH(2, x, mxk_token[mxk_sorted[n + s_i32_min(2, size - 1)]])
+                    MXK_SHARED_FETCH(3, x, mxk_token[mxk_sorted[n + size - 1]])
+                    MXK_ST_L(mxk_runs[0], (float64)(float)(num_experts >> 8));
+                    MXK_ST_L(mxk_runs[1], (float64)(float)(num_experts >> 8));
+                    for (int pass = 0; pass < 2 * num_passes; pass += 1) {
+                        MXK_REGION(chunk);
+                        MXK_FOUR(MXK_SHARED_SUMS, 0)
+                        for (int c = 0; c < num_chunks; c += 2) {
+                            if (c + 2 >= num_chunks) {
+                                if (pass + 1 < 2 * num_passes) MXK_SHARED_PASS(pass + 1, expert) else MXK_PASS(0, after)
+                            }
+                            MXK_SHARED_PAIR(x, c, num_chunks, size)
+                        }
+                        MXK_REGION(epilogue);
+                        const int place = pass & 15;
+                        const int target = 8 * ((place >> 2) & 1) + 2 * (place & 3) + (place >> 3);
+                        float64 total01, total23;
+                        MXK_SHARED_TOTAL(total01, 0, 1)
+                        MXK_SHARED_TOTAL(total23, 2, 3)
+                        MXK_ST_L(mxk_runs[0], v_f32_sel_eq_u32_b(lane16, target, total01, MXK_LD_L(mxk_runs[0])));
+                        MXK_ST_L(mxk_runs[1], v_f32_sel_eq_u32_b(lane16, target, total23, MXK_LD_L(mxk_runs[1])));
+                        if (place == 15 || pass == 2 * num_passes - 1) {
+                            const int run_quad = first_quad + ((pass - place) >> 2);
+                            const int count = (place + 1) >> 2;
+                            const int before = s_i32_min(count, 128 - (run_quad & 127));
+#ifdef MXK_BIAS
+                            at_b[0] = 8 * run_quad;
+                            at_b[1] = expert;
+                            const float64 loaded = v_f32_ld_tnsr_b(at_b, b13);
+                            float64 bias = 0;
+                            MXK_BIAS_GROUP(0, 1, shared_bias_control)
+                            MXK_BIAS_GROUP(1, 1, shared_bias_control)
+#endif
+                            MXK_STORE_SHARED_PAIR(0)
+                            if (size > 2) MXK_STORE_SHARED_PAIR(1)
+                        }
+                    }
+                    MXK_SHARED_END
+                    for (int q = 0; q < size; q += 1) {
+                        at_a[1] = mxk_sorted[n + q];
+                        MXK_STORE_PADDING
+                    }
+                    n += size - 1;
+                    continue;
+                }
+#endif
                 const int following = mxk_expert[mxk_sorted[s_i32_min(n + 1, num_sorted - 1)]];
                 const int local_chunks = s_i32_min(num_chunks, MXK_LOCAL_CHUNKS);
                 at_x[1] = mxk_token[route];
@@ -137,7 +303,7 @@ void main(tensor x, tensor ids, tensor mxk_w, tensor mxk_s,
                     }
                     MXK_REGION(epilogue);
                     float64 total;
-                    MXK_REDUCE(total)
+                    MXK_PASS_TOTAL(total)
                     const int place = pass & 15; // in the run: quad place / 2, half place & 1
                     const int target = 8 * ((place >> 1) & 1) + 4 * (place & 1) + (place >> 2);
                     run = v_f32_sel_eq_u32_b(lane16, target, total, run);
@@ -151,51 +317,20 @@ void main(tensor x, tensor ids, tensor mxk_w, tensor mxk_s,
                         at_b[1] = expert;
                         const float64 loaded = v_f32_ld_tnsr_b(at_b, b13);
                         float64 bias = 0;
-#define MXK_BIAS_GROUP(g)                                                                                     \
-    bias = v_f32_sel_eq_u32_b(                                                                                \
-        v_u32_and_b(lane, 3), g,                                                                              \
-        v_f32_shuffle_b(v_f32_mov_dual_group_all_b(loaded, MXK_ALL_BYTES, g, g, g, g, MXK_ALL_GROUPS, loaded), \
-                        bias_control, 0, loaded),                                                             \
-        bias);
-                        MXK_BIAS_GROUP(0)
-                        MXK_BIAS_GROUP(1)
-                        MXK_BIAS_GROUP(2)
-                        MXK_BIAS_GROUP(3)
+                        MXK_BIAS_GROUP(0, 3, bias_control)
+                        MXK_BIAS_GROUP(1, 3, bias_control)
+                        MXK_BIAS_GROUP(2, 3, bias_control)
+                        MXK_BIAS_GROUP(3, 3, bias_control)
                         run = v_f32_add_b(run, bias);
 #endif
-                        float64 gate = run;
-                        float64 up = v_f32_mov_dual_group_all_b(run, MXK_ALL_BYTES, 1, 1, 3, 3, MXK_ALL_GROUPS, run);
-#ifdef MXK_CLAMP
-                        gate = MXK_AT_MOST(gate, limit);
-                        up = MXK_AT_LEAST(MXK_AT_MOST(up, limit), -limit);
-#endif
-#ifdef MXK_OAI
-                        const float64 sigmoid = mxk_sigmoid(v_f32_mul_b(gate, alpha));
-                        up = v_f32_add_b(up, 1.0f);
-#else
-                        const float64 sigmoid = mxk_sigmoid(gate);
-#endif
-                        const float64 act = v_f32_mul_b(v_f32_mul_b(gate, sigmoid), up);
-                        float128 both;
-                        both.v1 = act;
-                        both.v2 = v_f32_mov_group_b(act, MXK_ALL_BYTES, MXK_SWAP_GROUPS, act);
-                        const bfloat128 values = v_convert_f32_to_bf16_all_b(both, SW_RHNE);
+                        MXK_ACTIVATE(run)
                         const int before = s_i32_min(count, 128 - (run_quad & 127)); // quads in the run's first chunk
                         MXK_STORE_QUADS(run_quad, 0, before)
                         if (before < count) MXK_STORE_QUADS(run_quad + before, before, count - before)
                         run = 0;
                     }
                 }
-                if (end_quad == num_quads && padding < 128) {
-                    at_a[0] = 512 * (num_quads >> 7) + (num_quads & 127);
-                    MXK_PARTIAL_STORE(at_a, a, zero_bf16, padding, 0)
-                    at_a[0] = at_a[0] + 128;
-                    MXK_PARTIAL_STORE(at_a, a, zero_bf16, padding, 1)
-                    at_a[0] = at_a[0] + 128;
-                    MXK_PARTIAL_STORE(at_a, a, zero_bf16, padding, 2)
-                    at_a[0] = at_a[0] + 128;
-                    MXK_PARTIAL_STORE(at_a, a, zero_bf16, padding, 3)
-                }
+                MXK_STORE_PADDING
             }
         }
     }

@@ -26,12 +26,26 @@
 // memory that a kernel with LOOKUP gets. T <= 32, T*k <= 128, E <= 128.
 #include "mxk_common.h"
 #include "mxk_dot.h"
+#ifdef MXK_SHARE
+#include "mxk_share.h"
+#endif
 
 #define MXK_MAX_CHUNKS 6
+#if defined(MXK_SHARE) && !defined(MXK_BIAS)
+// 16 tokens, as the variants without bias allow, leave room for two chunks of four activation rows.
+#define MXK_MAX_TOKENS 16
+#define MXK_SHARED_CHUNKS 2
+__local__ bfloat128 mxk_x[16 * MXK_SHARED_CHUNKS]; // 8 KB
+#else
 #define MXK_MAX_TOKENS 32
+#define MXK_SHARED_CHUNKS 1
 __local__ bfloat128 mxk_x[4 * MXK_MAX_CHUNKS]; // 6 KB
+#endif
 #ifndef MXK_PER_ROUTE
-__local__ float64 mxk_total[MXK_MAX_TOKENS]; // 8 KB
+__local__ float64 mxk_total[MXK_MAX_TOKENS]; // 8 KB, or 4
+#endif
+#ifdef MXK_SHARE
+__local__ float64 mxk_runs[4]; // dual groups 0 and 1 of routes 0 and 1, of routes 2 and 3; dual groups 2 and 3: 1 KB
 #endif
 
 #define MXK_PASS(base, n, pass, expert)                                                                       \
@@ -56,6 +70,69 @@ __local__ float64 mxk_total[MXK_MAX_TOKENS]; // 8 KB
         at_y[0] = at_y[0] + run_passes;                                                                       \
         MXK_PARTIAL_STORE(at_y, y, values, run_passes, 96)                                                    \
     }
+
+// Biases of dual group g's rows are 16 values from run_row + g * run_passes on, then in the run's lanes.
+#define MXK_BIAS_ROWS(g, w0, w1, w2, w3)                                                                      \
+    at_b[0] = run_row + (g) * run_passes;                                                                     \
+    bias = v_f32_mov_dual_group_all_b(v_f32_ld_tnsr_b(at_b, b2), MXK_ALL_BYTES, 0, 0, 0, 0, MkWrA(w0, w1, w2, w3), bias);
+#define MXK_LOAD_BIAS(expert)                                                                                 \
+    at_b[0] = run_row;                                                                                        \
+    at_b[1] = expert;                                                                                         \
+    float64 bias = v_f32_ld_tnsr_b(at_b, b2);                                                                 \
+    MXK_BIAS_ROWS(1, 0, 3, 0, 0)                                                                              \
+    MXK_BIAS_ROWS(2, 0, 0, 3, 0)                                                                              \
+    MXK_BIAS_ROWS(3, 0, 0, 0, 3)                                                                              \
+    bias = v_f32_shuffle_b(bias, bias_control, 0, bias);
+
+// A finished run of a route, times its routing weight.
+#ifdef MXK_PER_ROUTE
+#define MXK_ADD_WEIGHTED(run, token, slot, weight)                                                            \
+    const float64 result = v_f32_mul_b(run, weight);                                                          \
+    at_y[1] = slot;                                                                                           \
+    at_y[2] = token;                                                                                          \
+    MXK_STORE_RUN(result)
+#else
+#define MXK_ADD_WEIGHTED(run, token, slot, weight)                                                            \
+    MXK_ST_L(mxk_total[token], v_f32_mac_b(run, weight, MXK_LD_L(mxk_total[token])));
+#endif
+#define MXK_ADD_ROUTE(run, route)                                                                             \
+    {                                                                                                         \
+        const int token = mxk_token[route];                                                                   \
+        at_rw[0] = (route) - token * top_k;                                                                   \
+        at_rw[1] = token;                                                                                     \
+        const float weight = s_f32_ld_g(gen_addr(at_rw, rw));                                                 \
+        MXK_ADD_WEIGHTED(run, token, at_rw[0], weight)                                                        \
+    }
+
+#ifdef MXK_SHARE
+#ifdef MXK_BIAS
+#define MXK_ADD_SHARED_BIAS complete = v_f32_add_b(complete, bias);
+#else
+#define MXK_ADD_SHARED_BIAS
+#endif
+// Rows of dual groups 0, 1 are in vector `pair`, those of 2, 3 in vector 2 + pair. The even route of a pair has dual groups
+// 0, 1 of both, the odd one 2, 3.
+#define MXK_ADD_SHARED_EVEN(q, pair)                                                                          \
+    {                                                                                                         \
+        float64 complete = v_f32_mov_dual_group_all_b(MXK_LD_L(mxk_runs[2 + (pair)]), MXK_ALL_BYTES, 0, 0, 0, 1, \
+                                                      MkWrA(0, 0, 3, 3), MXK_LD_L(mxk_runs[pair]));           \
+        MXK_ADD_SHARED_BIAS                                                                                   \
+        MXK_ADD_ROUTE(complete, mxk_sorted[n + (q)])                                                          \
+    }
+#define MXK_ADD_SHARED_ODD(q, pair)                                                                           \
+    {                                                                                                         \
+        float64 complete = v_f32_mov_dual_group_all_b(MXK_LD_L(mxk_runs[pair]), MXK_ALL_BYTES, 2, 3, 0, 0,    \
+                                                      MkWrA(3, 3, 0, 0), MXK_LD_L(mxk_runs[2 + (pair)]));     \
+        MXK_ADD_SHARED_BIAS                                                                                   \
+        MXK_ADD_ROUTE(complete, mxk_sorted[n + (q)])                                                          \
+    }
+#define MXK_SHARED_PASS(pass, expert)                                                                         \
+    {                                                                                                         \
+        const int second_half = (pass) >= run_passes;                                                         \
+        const int row = run_row + (pass) + (second_half ? run_passes : 0);                                    \
+        MXK_NEXT_PASS(row, row + run_passes, row, row + run_passes, expert)                                   \
+    }
+#endif
 
 void main(tensor a, tensor ids, tensor rw, tensor mxk_w, tensor mxk_s,
 #ifdef MXK_BIAS
@@ -83,6 +160,9 @@ void main(tensor a, tensor ids, tensor rw, tensor mxk_w, tensor mxk_s,
         MXK_CONTROL_32(bias_control, v_u32_or_b(element, v_u32_shl_b(v_u32_and_b(lane, 4), 3)))
     }
     int5 at_b = {0, 0, 0, 0, 0};
+#endif
+#ifdef MXK_SHARE
+    MXK_SHARE_STATE
 #endif
     int5 at_x = {0, 0, 0, 0, 0};
     int5 at_y = {0, 0, 0, 0, 0};
@@ -125,12 +205,54 @@ void main(tensor a, tensor ids, tensor rw, tensor mxk_w, tensor mxk_s,
                 MXK_REGION(prologue);
                 const int route = mxk_sorted[n];
                 const int expert = mxk_expert[route];
-                const int token = mxk_token[route];
+#ifdef MXK_SHARE
+                // Passes of two rows: those of dual groups 0 and 1 first, then those of 2 and 3.
+                int size;
+                MXK_COUNT_SHARED(size, n, expert)
+                if (size > 1) {
+                    const int ends_run = n + size == num_sorted;
+                    const int after = mxk_expert[mxk_sorted[ends_run ? 0 : n + size]];
+                    MXK_SHARED_FETCH(0, a, route)
+                    MXK_SHARED_FETCH(1, a, mxk_sorted[n + 1])
+                    MXK_SHARED_FETCH(2, a, mxk_sorted[n + s_i32_min(2, size - 1)])
+                    MXK_SHARED_FETCH(3, a, mxk_sorted[n + size - 1])
+                    for (int j = 0; j < 4; j += 1) MXK_ST_L(mxk_runs[j], (float64)(float)(num_experts >> 8));
+                    for (int pass = 0; pass < 2 * run_passes; pass += 1) {
+                        MXK_REGION(chunk);
+                        MXK_FOUR(MXK_SHARED_SUMS, 0)
+                        for (int c = 0; c < num_chunks; c += 2) {
+                            if (c + 2 >= num_chunks) {
+                                if (pass + 1 < 2 * run_passes) MXK_SHARED_PASS(pass + 1, expert)
+                                else if (!ends_run) MXK_PASS(run_row, run_passes, 0, after)
+                                else MXK_PASS(4 * next_run_pass, next_run_passes, 0, after)
+                            }
+                            MXK_SHARED_PAIR(a, c, num_chunks, size)
+                        }
+                        MXK_REGION(epilogue);
+                        const int half = pass >= run_passes ? 2 : 0;
+                        const int place = pass >= run_passes ? pass - run_passes : pass;
+                        const int target = 8 * (place & 1) + (place >> 1);
+                        float64 total01, total23;
+                        MXK_SHARED_TOTAL(total01, 0, 1)
+                        MXK_SHARED_TOTAL(total23, 2, 3)
+                        MXK_ST_L(mxk_runs[half], v_f32_sel_eq_u32_b(lane16, target, total01, MXK_LD_L(mxk_runs[half])));
+                        MXK_ST_L(mxk_runs[half + 1],
+                                 v_f32_sel_eq_u32_b(lane16, target, total23, MXK_LD_L(mxk_runs[half + 1])));
+                    }
+                    MXK_SHARED_END
+#ifdef MXK_BIAS
+                    MXK_LOAD_BIAS(expert)
+#endif
+                    MXK_ADD_SHARED_EVEN(0, 0)
+                    MXK_ADD_SHARED_ODD(1, 0)
+                    if (size > 2) MXK_ADD_SHARED_EVEN(2, 1)
+                    if (size > 3) MXK_ADD_SHARED_ODD(3, 1)
+                    n += size - 1;
+                    continue;
+                }
+#endif
                 const int last_route = n + 1 == num_sorted;
                 const int following = mxk_expert[mxk_sorted[last_route ? 0 : n + 1]];
-                at_rw[0] = route - token * top_k;
-                at_rw[1] = token;
-                const float weight = s_f32_ld_g(gen_addr(at_rw, rw));
                 at_x[1] = route;
                 at_x[0] = 0;
                 for (int j = 0; j < 4 * num_chunks; j += 1) {
@@ -155,33 +277,14 @@ void main(tensor a, tensor ids, tensor rw, tensor mxk_w, tensor mxk_s,
                     }
                     MXK_REGION(epilogue);
                     float64 total;
-                    MXK_REDUCE(total)
+                    MXK_PASS_TOTAL(total)
                     run = v_f32_sel_eq_u32_b(lane16, 8 * (pass & 1) + (pass >> 1), total, run);
                 }
 #ifdef MXK_BIAS
-                // Biases of dual group g's rows are 16 values from run_row + g * run_passes on, then in the run's lanes.
-                at_b[0] = run_row;
-                at_b[1] = expert;
-                float64 bias = v_f32_ld_tnsr_b(at_b, b2);
-                at_b[0] = at_b[0] + run_passes;
-                bias = v_f32_mov_dual_group_all_b(v_f32_ld_tnsr_b(at_b, b2), MXK_ALL_BYTES, 0, 0, 0, 0,
-                                                  MkWrA(0, 3, 0, 0), bias);
-                at_b[0] = at_b[0] + run_passes;
-                bias = v_f32_mov_dual_group_all_b(v_f32_ld_tnsr_b(at_b, b2), MXK_ALL_BYTES, 0, 0, 0, 0,
-                                                  MkWrA(0, 0, 3, 0), bias);
-                at_b[0] = at_b[0] + run_passes;
-                bias = v_f32_mov_dual_group_all_b(v_f32_ld_tnsr_b(at_b, b2), MXK_ALL_BYTES, 0, 0, 0, 0,
-                                                  MkWrA(0, 0, 0, 3), bias);
-                run = v_f32_add_b(run, v_f32_shuffle_b(bias, bias_control, 0, bias));
+                MXK_LOAD_BIAS(expert)
+                run = v_f32_add_b(run, bias);
 #endif
-#ifdef MXK_PER_ROUTE
-                const float64 result = v_f32_mul_b(run, weight);
-                at_y[1] = route - token * top_k;
-                at_y[2] = token;
-                MXK_STORE_RUN(result)
-#else
-                MXK_ST_L(mxk_total[token], v_f32_mac_b(run, weight, MXK_LD_L(mxk_total[token])));
-#endif
+                MXK_ADD_ROUTE(run, route)
             }
             MXK_REGION(epilogue);
 #ifndef MXK_PER_ROUTE
