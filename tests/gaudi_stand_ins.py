@@ -60,11 +60,13 @@ def from_chunk_order(permuted: Tensor, size: int) -> Tensor:
 
 
 def decode(weight: Tensor, scale: Tensor) -> Tensor:
-    """u8 [R, C/2], u8 [R, C/32] -> fp64 [R, C]; low nibble = even column, 255 = NaN."""
-    codes = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2)
+    """u8 [R, C/2] -> fp64 [R, C], low nibble = even column: E2M1 with u8 scales (255 = NaN), codes - 8 with bf16."""
+    codes = torch.stack([weight & 15, weight >> 4], dim=-1).flatten(-2).long()
+    if scale.dtype == torch.bfloat16:
+        return (codes - 8).double() * scale.double().repeat_interleave(32, dim=-1)
     factor = torch.exp2(scale.to(torch.float64) - 127)
     factor[scale == 255] = float("nan")
-    return _E2M1[codes.long()] * factor.repeat_interleave(32, dim=-1)
+    return _E2M1[codes] * factor.repeat_interleave(32, dim=-1)
 
 
 def _local(ids: Tensor, experts_min: int, num_experts: int) -> Iterator[tuple[int, int, int, int]]:

@@ -32,25 +32,22 @@ _stacks: dict[int, weakref.ref[Tensor]] = {}
 
 def register_stack(stack: Tensor) -> None:
     """Remembers a contiguous tensor [E, ...] whose slices along dim 0 may come as a list; held weakly."""
-    if stack.dim() >= 2 and stack.is_contiguous() and stack.numel():
-        _stacks[stack.data_ptr()] = weakref.ref(stack)
+    _stacks[stack.data_ptr()] = weakref.ref(stack)
 
 
 def register_stacks(module: torch.nn.Module) -> int:
     """Registers the parameters and buffers of a loaded model that may be stacked experts; returns how many.
 
-    Those are all of 3 dimensions, and of 2 where the name ends in "bias". Call it again whenever weights were replaced
+    Those are all dense ones of 3 dimensions, and of 2 where the name ends in "bias". Call it again whenever weights were replaced
     or moved.
     """
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    stacks = [
-        tensor
-        for name, tensor in tensors
-        if tensor.dim() == 3 or (tensor.dim() == 2 and name.endswith("bias"))
-    ]
-    for stack in stacks:
-        register_stack(stack)
-    return len(stacks)
+    count = 0
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        is_stack = tensor.dim() == 3 or (tensor.dim() == 2 and name.endswith("bias"))
+        if is_stack and tensor.is_contiguous() and tensor.numel():
+            register_stack(tensor)
+            count += 1
+    return count
 
 
 def is_known(shape: Sequence[int], dtype: torch.dtype, device: str) -> bool:

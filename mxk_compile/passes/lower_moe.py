@@ -25,6 +25,7 @@ from mxk_compile.passes import token_rule
 from mxk_compile.passes.arguments import fake_arguments, fake_value
 from mxk_compile.passes.context import Context
 from mxk_compile.passes.inline import replace_by_trace
+from mxk_compile.passes.report import say_stock_once
 
 
 def lower_moe(module: fx.GraphModule, context: Context) -> int:
@@ -47,6 +48,9 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> bool:
     except CallError:  # a node of the model's own; it raises when it runs
         return False
     if desc.device != "hpu" or supports(desc) is not None:
+        return False
+    if (reason := tpc.misfit(desc, fake_arguments(node.args[3:]))) is not None:
+        say_stock_once("mxk::moe", reason)
         return False
     # Asked again for nodes that the model holds itself; of those from fuse_moe, T is known to fit by now.
     fewest, most = token_range(desc)

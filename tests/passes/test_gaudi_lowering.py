@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
         "hidden_size": 512, "intermediate_size": 256,
     },
     "muse": {"per_route": True, "hidden_size": 512, "intermediate_size": 512},
+    "int4": {"weight_format": "uint4", "hidden_size": 512, "intermediate_size": 512},
     "kimi": {"hidden_size": 6656, "intermediate_size": 512, "num_experts": 2, "num_tokens": 1},
 }  # fmt: skip
 SLOW = pytest.mark.slow
@@ -116,6 +117,7 @@ def test_each_variant_runs_on_its_kernels(variant: str, on_cpu: None) -> None:
         "glm": ["mxk_w13x", "mxk_w2x"],
         "dsv41": ["mxk_w13xi", "mxk_w2x"],
         "muse": ["mxk_w13x", "mxk_w2xr"],
+        "int4": ["mxk_w13i4x", "mxk_w2i4x"],
         "kimi": ["mxk_w13xt", "mxk_w2x"],
     }[variant]
     ours = [name for name in targets(graphs[0]) if name.startswith(("custom_op", "mxk"))]
@@ -324,6 +326,35 @@ def test_refusals_are_said_once(on_cpu: None, caplog: pytest.LogCaptureFixture) 
     assert said == [
         "mxfp4_fused_weights stays stock: Gaudi kernels: kimi: K is 544, allowed: a multiple of 512, 1 to 8192"
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"zero": True}, "zero points are given; allowed: none, which makes code 8 zero"),
+        ({"scale": torch.float32}, "s13 is torch.float32; allowed: torch.bfloat16"),
+    ],
+)
+def test_int4_operands_that_the_kernels_do_not_read(
+    changes: dict[str, Any], reason: str, on_cpu: None
+) -> None:
+    report.say_stock_once.cache_clear()
+    tpc._say_once.cache_clear()
+    case = variant_case("int4", zero=changes.get("zero", False))
+    if "scale" in changes:
+        case.w13_scale = case.w13_scale.to(changes["scale"])
+    graphs: list[fx.GraphModule] = []
+
+    def model(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return torch.ops.mxk.moe(x, ids, weights, *case.weights, **case.attributes)
+
+    result = compiled(model, Report(), graphs)(*case.routing)
+    assert targets(graphs[0]) == ["mxk.moe.default"]
+    assert rel_l2(result, case.reference()) < 4e-3
+    desc = MoEDesc.from_call(*case.routing, *case.weights, **case.attributes)
+    assert tpc.misfit(desc, case.weights) == tpc.misfit(desc, case.lists) == f"Gaudi kernels: {reason}"
+    assert rel_l2(tpc.moe(desc, *case.routing, *case.weights), case.reference()) < 4e-3
+    assert stand_ins.called == []
 
 
 def test_missing_op_library_is_named() -> None:

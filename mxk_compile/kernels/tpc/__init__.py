@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,8 @@ _CALLS = {
     "kimi": _Calls("gate_up", "silu"),  # after glm, which is the cheaper one where K allows both
     "dsv41": _Calls("interleaved", "swiglu_clamp"),
     "muse": _Calls("gate_up", "silu", per_route=True),
+    "int4": _Calls("gate_up", "silu", weight_format="uint4"),
+    "kimi_int4": _Calls("gate_up", "silu", weight_format="uint4"),
 }
 
 _unusable: dict[str, str] = {}
@@ -125,6 +128,27 @@ def _variant(desc: MoEDesc) -> str:
     if variant is None:
         raise KernelError("Gaudi kernels", reason, "what supports() accepts", "keep the stock op")
     return variant
+
+
+def misfit(desc: MoEDesc, weights: Sequence[Any]) -> str | None:
+    """Why weights of a description that `supports` accepts are none for its kernels, or None.
+
+    Args:
+        desc: of the call.
+        weights: the weight arguments of `mxk::moe` in order, stacked or as lists; `desc` does not tell all of them.
+    """
+    *packed, w13_zero, w2_zero = (*weights, None, None)[:6]
+    if any(zero is not None and len(zero) for zero in (w13_zero, w2_zero)):
+        return "Gaudi kernels: zero points are given; allowed: none, which makes code 8 zero"
+    given = dict(zip(("w13", "s13", "w2", "s2"), packed, strict=True))
+    for kernel in _kernels(_variant(desc)):
+        for tensor in kernel.inputs:
+            if (value := given.get(tensor.name)) is None:
+                continue
+            dtype = value.dtype if isinstance(value, Tensor) else value[0].dtype
+            if dtype != _DTYPES[tensor.dtype]:
+                return f"Gaudi kernels: {tensor.name} is {dtype}; allowed: {_DTYPES[tensor.dtype]}"
+    return None
 
 
 def config(desc: MoEDesc) -> KernelConfig:
@@ -240,7 +264,7 @@ def moe(
     *weights: Any,
     **scalars: Any,
 ) -> Tensor:
-    """`mxk::moe` or `mxk::moe.lists` called eagerly; the torch reference where T is not one that the kernels take.
+    """`mxk::moe` or `mxk::moe.lists` called eagerly; the torch reference for T or weights that the kernels do not take.
 
     Args:
         desc: the call's description, which `supports` accepts; the tensors as in ops/moe.py.
@@ -248,8 +272,11 @@ def moe(
     """
     fewest, most = token_range(desc)
     num_tokens = hidden_states.shape[0]
+    reason = misfit(desc, weights)
     if not fewest <= num_tokens <= most:
-        _say_once(f"Gaudi kernels: {num_tokens} tokens; allowed: {fewest} to {most} with top_k {desc.top_k}")
+        reason = f"Gaudi kernels: {num_tokens} tokens; allowed: {fewest} to {most} with top_k {desc.top_k}"
+    if reason is not None:
+        _say_once(reason)
         attributes: dict[str, Any] = {
             "weight_format": desc.weight_format,
             "row_order": desc.row_order,
