@@ -38,8 +38,8 @@ def register_stack(stack: Tensor) -> None:
 def register_stacks(module: torch.nn.Module) -> int:
     """Registers the parameters and buffers of a loaded model that may be stacked experts; returns how many.
 
-    Those are all dense ones of 3 dimensions, and of 2 where the name ends in "bias". Call it again whenever weights were replaced
-    or moved.
+    Those are all dense ones of 3 dimensions, and of 2 where the name ends in "bias". Call it again whenever weights
+    were replaced or moved.
     """
     count = 0
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
