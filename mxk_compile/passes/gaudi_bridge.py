@@ -51,7 +51,7 @@ def pass_mxk_moe(context: Any) -> bool:
     return bool(new)
 
 
-def start(folder: Path, device: str = "hpu") -> dict[str, str | None]:
+def start(folder: Path | str, device: str = "hpu") -> dict[str, str | None]:
     """What a server does at start-up for compiled mode: op library, pass, and each op called once eagerly.
 
     Args:
@@ -64,7 +64,7 @@ def start(folder: Path, device: str = "hpu") -> dict[str, str | None]:
     Raises:
         KernelError: no such build, another op library in this process, or no bridge that takes the pass.
     """
-    load_ops(folder, "pt2")
+    load_ops(Path(folder), "pt2")
     register()
     return self_check(device)
 
