@@ -1,0 +1,100 @@
+"""Which of vLLM's layers are taken, and why others are not: `refusal` on layers that are never built."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip(
+        "vLLM is not installed; `make test-vllm` makes an environment with it", allow_module_level=True
+    )
+
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+from mxk_compile.integrations import vllm_quantization
+from mxk_compile.integrations.vllm_quantization import refusal
+
+
+def layer(**changes: Any) -> Any:
+    """A RoutedExperts as far as `refusal` reads it."""
+    parallel = SimpleNamespace(enable_eplb=False, use_all2all_kernels=False)
+    fields = {
+        "activation": MoEActivation.SILU,
+        "is_lora_enabled": False,
+        "moe_parallel_config": parallel,
+        "hidden_dim": 256,
+        "intermediate_size_per_partition": 128,
+        "in_dtype": torch.bfloat16,
+        "num_local_experts": 8,
+        "experts_per_token": 2,
+        "has_bias": False,
+        "swiglu_limit": None,
+        "swiglu_alpha": None,
+        "swiglu_beta": None,
+    }
+    on_input = changes.pop("apply_router_weight_on_input", False)
+    for name in ("enable_eplb", "use_all2all_kernels"):
+        setattr(parallel, name, changes.pop(name, False))
+    return SimpleNamespace(
+        moe_config=SimpleNamespace(**{**fields, **changes}), apply_router_weight_on_input=on_input
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"activation": MoEActivation.SWIGLUOAI},
+        {"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_alpha": 1.7, "swiglu_beta": 1.0},
+        {"swiglu_limit": 10.0},
+        {"intermediate_size_per_partition": 720},  # gpt-oss over 4 ranks: padded to 736
+    ],
+)
+def test_taken(changes: dict[str, Any]) -> None:
+    assert refusal(layer(**changes), "mxfp4", "gate_up", 32) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"activation": MoEActivation.GELU}, "activation 'gelu' has no fused kernel"),
+        (
+            {"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, "swiglu_beta": 0.5},
+            "activation 'swigluoai_uninterleave' has no fused kernel",
+        ),
+        ({"apply_router_weight_on_input": True}, "router weights that apply to the input is not supported"),
+        ({"is_lora_enabled": True}, "LoRA is not supported"),
+        ({"enable_eplb": True}, "expert load balancing is not supported"),
+        ({"use_all2all_kernels": True}, "data-parallel dispatch of tokens is not supported"),
+        ({"hidden_dim": 250}, "hidden size 250 is not a multiple of 32"),
+        (
+            {"in_dtype": torch.float16},
+            "CPU kernels: hidden_states are torch.float16; allowed: torch.bfloat16",
+        ),
+    ],
+)
+def test_left_stock(changes: dict[str, Any], reason: str) -> None:
+    assert refusal(layer(**changes), "mxfp4", "gate_up", 32) == reason
+
+
+def test_int4_ranks_hold_whole_groups() -> None:
+    sizes = {"intermediate_size_per_partition": 96}
+    assert refusal(layer(**sizes), "uint4", "gate_up", 32) is None
+    assert refusal(layer(**sizes), "uint4", "gate_up", -1) is None
+    reason = refusal(layer(**sizes), "uint4", "gate_up", 64)
+    assert reason == "intermediate size of a rank 96 is not a multiple of 64"
+
+
+def test_registered_configs_are_found_and_registering_again_changes_nothing() -> None:
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    for _ in range(2):
+        vllm_quantization.register()
+        assert get_quantization_config("gpt_oss_mxfp4") is vllm_quantization.GptOssConfig
+        assert get_quantization_config("mxfp4") is vllm_quantization.PlainMxfp4Config
+        assert get_quantization_config("compressed-tensors") is vllm_quantization.PackedTensorsConfig
