@@ -16,15 +16,25 @@ constexpr int kLeastScaleByte = 127 - 38;     // E8M0
 constexpr int kMostScaleByte = 252;           // 6 times the next is infinite
 constexpr float kLeastScale = 0x1p-38f, kMostScale = 0x1p120f;  // INT4, magnitude
 
-inline __m512i spread_codes(const uint8_t* at, __mmask16 bytes, bool whole) {
-  return _mm512_broadcast_i32x4(whole ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(at))
-                                      : _mm_maskz_loadu_epi8(bytes, at));
-}
-
 // Bytes of group g in a row of `columns` nibbles, as a mask; 0xffff but for the last group.
 inline __mmask16 group_bytes(int64_t columns, int64_t g) {
   const int64_t left = (columns + 1) / 2 - g * 16;
   return left >= 16 ? 0xffff : __mmask16((1u << left) - 1);
+}
+
+constexpr int kChunkGroups = 4;  // 64 packed bytes of a row: what is unpacked at a time, 4 rows after 4 rows
+
+// Calls group(j, codes) for the groups of chunk c of a row, with 4 copies of the 16 packed bytes of each.
+template <class F>
+inline __attribute__((always_inline)) void for_groups(const uint8_t* row, int64_t c, int64_t columns, F&& group) {
+  const uint8_t* at = row + c * 64;
+  const auto whole = [&](int j) {
+    group(j, _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at + 16 * j))));
+  };
+  const int64_t bytes = (columns + 1) / 2 - c * 64;
+  if (__builtin_expect(bytes >= 64, 1)) return whole(0), whole(1), whole(2), whole(3);
+  for (int j = 0; j * 16 < bytes; ++j)
+    group(j, _mm512_broadcast_i32x4(_mm_maskz_loadu_epi8(group_bytes(columns, c * kChunkGroups + j), at + 16 * j)));
 }
 
 // ---- MXFP4 ---------------------------------------------------------------------------------------------------------
@@ -76,25 +86,21 @@ class Mxfp4 {
     return special;
   }
 
-  // Group g of the rows to 16 x 64 bytes.
-  template <bool Whole>
-  inline __attribute__((always_inline)) void unpack(int64_t g, uint8_t* to) const {
-    const __mmask16 bytes = Whole ? 0xffff : group_bytes(tile_.columns, g);
+  // Rows 4 quarter ... + 4 of chunk c, group j to the tile at `to` + j x Step. Not inlined: registers are scarce around it.
+  template <int Step>
+  __attribute__((noinline)) void unpack(int64_t c, int quarter, uint8_t* to) const {
     const __m512i shifts = _mm512_set_epi64(0x000c000c000c000c, 0x000c000c000c000c, 0x0008000800080008, 0x0008000800080008,
                                             0x0004000400040004, 0x0004000400040004, 0, 0);
-    // Locals, as the compiler takes the stores for changes of the members.
-    const uint8_t *weight = tile_.weight + g * 16, *scale = tile_.scale + g;
-    const int64_t weight_step = tile_.weight_step, scale_step = tile_.scale_step;
-    const auto tables = tables_;
-    const int rows = tile_.rows;
-    const auto row = [&](int r) {
-      const __m512i index = _mm512_srlv_epi16(spread_codes(weight, bytes, Whole), shifts);
-      _mm512_store_si512(to + r * 64, _mm512_permutexvar_epi16(index, _mm512_load_si512(tables[*scale])));
-      weight += weight_step, scale += scale_step;
-    };
-    int r = 0;
-    for (; r + 4 <= rows; r += 4) row(r), row(r + 1), row(r + 2), row(r + 3);
-    for (; r < rows; ++r) row(r);
+    const auto tables = tables_;  // locals, as the compiler takes the stores for changes of the members
+    const int64_t weight_step = tile_.weight_step, scale_step = tile_.scale_step, columns = tile_.columns;
+    const int first = 4 * quarter, end = first + 4 < tile_.rows ? first + 4 : tile_.rows;
+    const uint8_t *weight = tile_.weight + first * weight_step, *scale = tile_.scale + first * scale_step + 4 * c;
+    to += first * 64;
+    for (int r = first; r < end; ++r, weight += weight_step, scale += scale_step, to += 64)
+      for_groups(weight, c, columns, [&](int j, __m512i codes) {
+        const __m512i table = _mm512_load_si512(tables[scale[j]]);
+        _mm512_store_si512(to + j * Step, _mm512_permutexvar_epi16(_mm512_srlv_epi16(codes, shifts), table));
+      });
   }
 
  private:
@@ -158,29 +164,29 @@ class Int4 {
     return special;
   }
 
-  // Group g of the rows to two tiles: upper parts, lower parts.
-  template <bool Whole>
-  inline __attribute__((always_inline)) void unpack(int64_t g, uint8_t* to) const {
-    const __mmask16 bytes = Whole ? 0xffff : group_bytes(tile_.columns, g);
+  // As Mxfp4; upper parts, then a tile of lower parts.
+  template <int Step>
+  __attribute__((noinline)) void unpack(int64_t c, int quarter, uint8_t* to) const {
     // Rotates by one bit less: the nibble stands in bits 1 to 4, and bit 0 chooses the upper half of its dword.
     const __m512i turns = _mm512_set_epi32(11, 11, 11, 11, 7, 7, 7, 7, 3, 3, 3, 3, 31, 31, 31, 31);
     const __m512i upper_bits = _mm512_set1_epi32(int(0xffff0000)), one = _mm512_set1_epi16(1);
-    const __m512 codes = _mm512_load_ps(codes_);
-    const uint8_t* weight = tile_.weight + g * 16;
-    const float *scale = scales_ + g, *zero = zeros_ + g;
-    const int64_t weight_step = tile_.weight_step, line = line_;
-    const int rows = tile_.rows;
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-      const __m512 s = _mm512_set1_ps(*scale);
-      const __m512 value = Zero ? _mm512_fmsub_ps(codes, s, _mm512_set1_ps(*zero)) : _mm512_mul_ps(codes, s);
-      const __m512i bits = _mm512_castps_si512(value);
-      const __m512i rest = _mm512_castps_si512(_mm512_sub_ps(value, _mm512_castsi512_ps(_mm512_and_si512(bits, upper_bits))));
-      const __m512i index = _mm512_or_si512(_mm512_rorv_epi32(spread_codes(weight, bytes, Whole), turns), one);
-      _mm512_store_si512(to + r * 64, _mm512_permutexvar_epi16(index, bits));
-      _mm512_store_si512(to + kTileBytes + r * 64, _mm512_permutexvar_epi16(index, rest));
-      weight += weight_step, scale += line, zero += line;
-    }
+    const __m512 values = _mm512_load_ps(codes_);
+    const int64_t weight_step = tile_.weight_step, line = line_, columns = tile_.columns;
+    const int first = 4 * quarter, end = first + 4 < tile_.rows ? first + 4 : tile_.rows;
+    const uint8_t* weight = tile_.weight + first * weight_step;
+    to += first * 64;
+    const float *scale = scales_ + first * line + 4 * c, *zero = zeros_ + first * line + 4 * c;
+    for (int r = first; r < end; ++r, weight += weight_step, scale += line, zero += line, to += 64)
+      for_groups(weight, c, columns, [&](int j, __m512i codes) {
+        const __m512 s = _mm512_set1_ps(scale[j]);
+        const __m512 value = Zero ? _mm512_fmsub_ps(values, s, _mm512_set1_ps(zero[j])) : _mm512_mul_ps(values, s);
+        const __m512i bits = _mm512_castps_si512(value);
+        const __m512 upper = _mm512_castsi512_ps(_mm512_and_si512(bits, upper_bits));
+        const __m512i rest = _mm512_castps_si512(_mm512_sub_ps(value, upper));
+        const __m512i index = _mm512_or_si512(_mm512_rorv_epi32(codes, turns), one);
+        _mm512_store_si512(to + j * Step, _mm512_permutexvar_epi16(index, bits));
+        _mm512_store_si512(to + j * Step + kTileBytes, _mm512_permutexvar_epi16(index, rest));
+      });
   }
 
  private:

@@ -3,16 +3,15 @@
 // C[16 output rows][16 columns] fp32 += A[16 rows][32 weights] x B[32 values][16 columns], one group of 32 a step.
 // Weights are bf16 exactly (MXFP4: the scale changes the exponent alone) or as two parts (INT4), so are tokens, and an
 // intermediate is two columns of 8 significant bits each: products are exact, sums fp32. Rows are unpacked into A tiles
-// (amx_unpack.h) one group ahead of the multiplication, so that the two units work side by side and the stores have left
-// when tiles are loaded. Up to 3 strips the sums stay in tile registers for the whole row, shaped
-//   4 x 1, 2 x 2 or 2 x 3 tiles of rows x strips: at least 4 sums, as one multiplication takes 52 cycles and the next can
-//   start after 16;
-// more strips share the weights of kBlock groups, and pass their sums through memory.
+// (amx_unpack.h) a chunk of 4 groups ahead of the multiplication, so that the two units work side by side and the stores
+// have left when tiles are loaded. Up to 3 strips the sums stay in tile registers for the whole row, shaped 4 x 1, 2 x 2
+// or 2 x 3 tiles of rows x strips; more strips share the weights of 2 chunks, and pass their sums through memory.
 // Every sum adds up the groups in order, whatever the shape: a result depends on its row and vector only.
 #include "tile.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && \
     defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
+#include <algorithm>
 #include <utility>
 
 #include "amx_tiles.h"
@@ -22,19 +21,10 @@ namespace {
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-#if !defined(MXK_AMX_BLOCK)
-#define MXK_AMX_BLOCK 8
-#endif
 #if !defined(MXK_AMX_AHEAD)
 #define MXK_AMX_AHEAD 3
 #endif
-constexpr int64_t kBlock = MXK_AMX_BLOCK;  // groups whose A tiles many strips share
-#if !defined(MXK_AMX_EARLY)
-#define MXK_AMX_EARLY 1
-#endif
-constexpr int64_t kEarly = MXK_AMX_EARLY;  // groups between unpacking and multiplication
-constexpr int64_t kRing = kEarly < 2 ? 2 : 4;  // groups of A tiles at once for up to 3 strips
-constexpr int64_t kAhead = MXK_AMX_AHEAD;  // chunks of 64 packed bytes that rows are fetched ahead
+constexpr int64_t kAhead = MXK_AMX_AHEAD;  // chunks that rows are fetched ahead
 
 template <class F, int... I>
 inline __attribute__((always_inline)) void unroll(F&& f, std::integer_sequence<int, I...>) {
@@ -68,41 +58,36 @@ inline __attribute__((always_inline)) void multiply_group(const uint8_t* a, cons
   }
 }
 
-// Asks for a quarter of what the rows, or those of the next call, will read some chunks after that of group g, and for the
+// Asks for what the rows of a quarter, or those of the next call, will read some chunks after c, and for a quarter of the
 // next call's scales.
-inline void fetch(const Tile& tile, int64_t g, int64_t chunks, int64_t packed, int64_t scales) {
-  if (g < kTileRows && tile.next) {
-    const uint8_t* scale = tile.next->scale + (g < tile.next->rows ? g : 0) * tile.next->scale_step;
+inline void fetch(const Tile& tile, int64_t c, int quarter, int64_t chunks, int64_t packed, int64_t scales) {
+  if (c < 4 && tile.next) {
+    const int r = 4 * quarter + int(c);
+    const uint8_t* scale = tile.next->scale + (r < tile.next->rows ? r : 0) * tile.next->scale_step;
     for (int64_t i = 0; i < scales; i += 64) prefetch(scale + i);
   }
-  const int64_t c = g / 4 + kAhead;
-  const bool beyond = c >= chunks;
+  const int64_t ahead = c + kAhead;
+  const bool beyond = ahead >= chunks;
   const Tile* from = beyond ? tile.next : &tile;
-  if (from == nullptr) return;
-  const int64_t at = (c - (beyond ? chunks : 0)) * 64, step = from->weight_step;
-  const uint8_t* row = from->weight + (at < packed ? at : 0);
-  const int first = int(g % 4) * 4;
-  if (first + 4 > from->rows) return;
-  row += first * step;
-#pragma GCC unroll 4
-  for (int r = 0; r < 4; ++r, row += step) prefetch(row);
+  if (from == nullptr || 4 * quarter + 4 > from->rows) return;
+  const int64_t at = (ahead - (beyond ? chunks : 0)) * 64, step = from->weight_step;
+  const uint8_t* row = from->weight + (at < packed ? at : 0) + 4 * quarter * step;
+  prefetch(row), prefetch(row + step), prefetch(row + 2 * step), prefetch(row + 3 * step);
 }
 
 template <class Codec>
-struct Span {  // what the passes over some groups share
+struct Span {  // what the passes over some chunks share
   const Codec* rows;
   const Tile* tiles;
-  uint8_t* memory;    // A tiles: [ring][rows][parts]
-  int64_t ring;       // a power of two
-  int64_t first, end, groups;  // groups [first, end) of all
-  bool whole;         // the last group has all its 32 values
-  bool unpack;        // else the A tiles are there
+  uint8_t* memory;              // A tiles: [2 chunks][4 groups][rows][parts]
+  int64_t first, end, chunks;   // chunks [first, end) of all
+  bool unpack;                  // else the A tiles are there
 };
 
-// Sums of Rows tiles and Cols strips over the groups of a span: from zero if it is the first, else from memory.
+// Sums of Rows tiles and Cols strips over the chunks of a span: from zero if it is the first, else from memory.
 template <class Codec, int Rows, int Cols>
 __attribute__((noinline)) void pass(const Span<Codec>& span, const uint8_t* strips, int64_t strip, float* sums, int64_t tile_sums) {
-  constexpr int kParts = Codec::kParts, kGroupTiles = Rows * kParts * kTileBytes;
+  constexpr int kParts = Codec::kParts, kGroupBytes = Rows * kParts * kTileBytes;
   const auto sum = [&](int i, int j) { return sums + i * tile_sums + j * 256; };
   unroll<Rows * Cols>([&](auto t) {
     if (span.first == 0)
@@ -110,23 +95,26 @@ __attribute__((noinline)) void pass(const Span<Codec>& span, const uint8_t* stri
     else
       tile_load<t()>(sum(t() / Cols, t() % Cols));
   });
-  const int64_t chunks = (span.groups + 3) / 4, packed = (span.tiles[0].columns + 1) / 2;
-  const int64_t scales = span.groups * kGroup / span.tiles[0].group * dtype_bytes(span.tiles[0].scale_dtype);
-  const auto unpack = [&](int64_t g) {
-    uint8_t* to = span.memory + (g & (span.ring - 1)) * kGroupTiles;
-    const bool whole = span.whole || g + 1 < span.groups;
+  const Codec* rows = span.rows;
+  const Tile* tiles = span.tiles;
+  const bool unpacks = span.unpack;
+  const int64_t end = span.end, chunks = span.chunks, groups = groups_of(tiles[0].columns), packed = (tiles[0].columns + 1) / 2;
+  const int64_t scales = groups * kGroup / tiles[0].group * dtype_bytes(tiles[0].scale_dtype);
+  uint8_t* memory = span.memory;
+  const auto chunk_at = [&](int64_t c) { return memory + (c & 1) * (kChunkGroups * kGroupBytes); };
+  const auto unpack = [&](int64_t c, int quarter) {
     for (int i = 0; i < Rows; ++i) {
-      fetch(span.tiles[i], g, chunks, packed, scales);
-      whole ? span.rows[i].template unpack<true>(g, to + i * kParts * kTileBytes)
-            : span.rows[i].template unpack<false>(g, to + i * kParts * kTileBytes);
+      fetch(tiles[i], c, quarter, chunks, packed, scales);
+      rows[i].template unpack<kGroupBytes>(c, quarter, chunk_at(c) + i * kParts * kTileBytes);
     }
   };
-  if (span.unpack)
-    for (int64_t g = span.first; g < span.first + kEarly && g < span.end; ++g) unpack(g);
-  for (int64_t g = span.first; g < span.end; ++g) {
-    if (span.unpack && g + kEarly < span.end) unpack(g + kEarly);
-    multiply_group<Rows, Cols, kParts>(span.memory + (g & (span.ring - 1)) * kGroupTiles, strips + g * kTileBytes, strip);
-  }
+  for (int quarter = 0; unpacks && quarter < 4; ++quarter) unpack(span.first, quarter);
+  for (int64_t c = span.first; c < end; ++c)
+    for (int j = 0; j < kChunkGroups; ++j) {
+      if (unpacks && c + 1 < end) unpack(c + 1, j);
+      const int64_t g = c * kChunkGroups + j;
+      if (g < groups) multiply_group<Rows, Cols, kParts>(chunk_at(c) + j * kGroupBytes, strips + g * kTileBytes, strip);
+    }
   unroll<Rows * Cols>([&](auto t) { tile_store<t()>(sum(t() / Cols, t() % Cols)); });
 }
 
@@ -135,11 +123,10 @@ void multiply_rows(const MatrixCall& call, int first, const MatrixScratch& scrat
   const Tile* tiles = call.tiles + first;
   Codec rows[Rows];
   for (int i = 0; i < Rows; ++i) special[i] = rows[i].open(tiles[i], typename Codec::Memory(scratch, first + i));
-  const int64_t groups = groups_of(tiles[0].columns), strip = strip_bytes(tiles[0].columns);
+  const int64_t strip = strip_bytes(tiles[0].columns);
   const int64_t tile_sums = call.num_strips * 256;
   float* sums = scratch.sums + first * tile_sums;
-  const bool whole = tiles[0].columns > (groups - 1) * kGroup + kGroup - 2;
-  Span<Codec> span = {rows, tiles, scratch.tiles, kRing, 0, groups, groups, whole, true};
+  Span<Codec> span = {rows, tiles, scratch.tiles, 0, chunks_of(tiles[0].columns), chunks_of(tiles[0].columns), true};
   const auto run = [&](int s, int count) {
     const uint8_t* strips = call.strips + s * strip;
     if constexpr (Rows == 4) {
@@ -151,11 +138,9 @@ void multiply_rows(const MatrixCall& call, int first, const MatrixScratch& scrat
     }
   };
   if (call.num_strips <= 3) return run(0, call.num_strips);
-  span.ring = kBlock;
   const int passes = (call.num_strips + 2) / 3;
-  for (span.first = 0; span.first < groups; span.first = span.end) {
-    span.end = span.first + kBlock < groups ? span.first + kBlock : groups;
-    span.unpack = true;
+  for (span.first = 0; span.first < span.chunks; span.first = span.end) {
+    span.end = std::min(span.first + 2, span.chunks), span.unpack = true;
     for (int p = 0, s = 0; p < passes; ++p) {  // of equal size
       const int count = (call.num_strips - s + passes - p - 1) / (passes - p);
       run(s, count);
@@ -222,12 +207,11 @@ __attribute__((noinline)) void mend(const MatrixCall& call, const MatrixScratch&
 template <class Codec>
 void multiply_as(const MatrixCall& call, const MatrixScratch& scratch) {
   uint32_t special[kMatrixTiles] = {};
-  if (call.num_tiles == 4) {
-    multiply_rows<Codec, 4>(call, 0, scratch, special);
-  } else {
-    if (call.num_tiles >= 2) multiply_rows<Codec, 2>(call, 0, scratch, special);
-    if (call.num_tiles % 2) multiply_rows<Codec, 1>(call, call.num_tiles - 1, scratch, special + call.num_tiles - 1);
-  }
+  int i = 0;
+  if constexpr (Codec::kParts == 1)  // else the A tiles of 4 would crowd the first cache
+    for (; i + 4 <= call.num_tiles; i += 4) multiply_rows<Codec, 4>(call, i, scratch, special + i);
+  for (; i + 2 <= call.num_tiles; i += 2) multiply_rows<Codec, 2>(call, i, scratch, special + i);
+  if (i < call.num_tiles) multiply_rows<Codec, 1>(call, i, scratch, special + i);
   bool any = (special[0] | special[1] | special[2] | special[3]) != 0;
   for (int s = 0; s < call.num_strips; ++s) any |= call.exact[s] != 0;
   if (any) mend(call, scratch, special);

@@ -99,13 +99,13 @@ constexpr int kMatrixTiles = 4;    // tiles of one call
 constexpr int kMatrixStrips = 12;  // strips of one call of 2 tiles: 24 KiB of sums
 
 struct MatrixScratch {  // of one thread
-  uint8_t* tiles;         // kMatrixTileBytes: unpacked weights
+  uint8_t* tiles;         // [kMatrixTileBytes]: unpacked weights
   float* sums;            // [tiles][strips][16 rows][16 columns]
   float *scales, *zeros;  // [kMatrixTiles][16][row_scales]: INT4
   int64_t row_scales;
   float *row, *column;    // one dequantised row, one intermediate
 };
-constexpr int kMatrixTileBytes = 64 * 1024;
+constexpr int kMatrixTileBytes = 32 * 1024;
 
 struct MatrixCall {
   const Tile* tiles;  // 1 to kMatrixTiles of equal shape; more than 2 with one strip only
