@@ -6,7 +6,7 @@ No sum of finite values comes near fp32's largest number, so that those places d
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mxk_compile.kernels import MoEDesc, cpu
-from mxk_compile.testing import rel_l2
+from mxk_compile.ops.moe import reference
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
@@ -43,9 +43,20 @@ def sizes(draw: st.DrawFn, multiple: int) -> int:
     return draw(st.sampled_from((32, 64, 96, 128, 160, 192, 288, 464))) + draw(st.sampled_from((0, multiple)))
 
 
+class Call(NamedTuple):
+    """Tensors and attributes of a call of `mxk::moe`; prints as their layouts."""
+
+    tensors: tuple[Tensor | None, ...]
+    attributes: dict[str, Any]
+
+    def __repr__(self) -> str:
+        layouts = [None if t is None else (list(t.shape), str(t.dtype)) for t in self.tensors]
+        return f"{layouts} {self.attributes}"
+
+
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """Tensors and attributes of a call of `mxk::moe`."""
+def calls(draw: st.DrawFn) -> Call:
+    """Any call."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     odd = draw(st.booleans())
     weight_format = draw(st.sampled_from(("mxfp4", "uint4", "int4")))
@@ -130,7 +141,8 @@ def calls(draw: st.DrawFn) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
         "experts_min": experts_min,
         "per_route": draw(st.booleans()),
     }
-    return (x, ids, router, w13, w13_scale, w2, w2_scale, w13_zero, w2_zero, w13_bias, w2_bias), attributes
+    tensors = (x, ids, router, w13, w13_scale, w2, w2_scale, w13_zero, w2_zero, w13_bias, w2_bias)
+    return Call(tensors, attributes)
 
 
 def agrees(tensors: tuple[Tensor | None, ...], attributes: dict[str, Any], threads: int) -> None:
@@ -150,8 +162,6 @@ def agrees(tensors: tuple[Tensor | None, ...], attributes: dict[str, Any], threa
         torch.set_num_threads(before)
     assert torch.equal(result.view(torch.int16), again.view(torch.int16))
 
-    from mxk_compile.ops.moe import reference
-
     x, *rest = tensors
     assert x is not None
     expected = reference(x.float(), *rest, **attributes, round_intermediate=False)
@@ -161,11 +171,11 @@ def agrees(tensors: tuple[Tensor | None, ...], attributes: dict[str, Any], threa
     assert torch.equal(result.isinf(), rounded.isinf())
     finite = rounded.isfinite()
     result, expected = torch.where(finite, result, 0), torch.where(finite, expected, 0)
-    if expected.any():
-        assert rel_l2(result, expected) < 2.6e-3
-    for row, exact in zip(result.reshape(-1, x.shape[1]), expected.reshape(-1, x.shape[1]), strict=True):
-        # Subnormal results have few bits.
-        assert float((row - exact).norm()) <= 8e-3 * float(exact.norm()) + 2.0**-133 * x.shape[1]
+    rows = zip(result.reshape(-1, x.shape[1]), expected.reshape(-1, x.shape[1]), strict=True)
+    for got, exact, most in ((result, expected, 2.2e-3), *((*row, 4e-3) for row in rows)):
+        # Subnormal results have few bits: one of bf16's lowest is allowed a value.
+        error = float((got.double() - exact.double()).norm())
+        assert error <= most * float(exact.double().norm()) + 2.0**-133 * exact.numel() ** 0.5
     local = (rest[0].to(torch.int64) - attributes["experts_min"]) if rest[0] is not None else None
     assert local is not None
     inside = (local >= 0) & (local < len(w2) if (w2 := tensors[5]) is not None else 0)
@@ -177,7 +187,7 @@ def agrees(tensors: tuple[Tensor | None, ...], attributes: dict[str, Any], threa
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(call=calls(), threads=st.sampled_from((1, 2)))
-def test_any_call(isa: str, call: tuple[tuple[Tensor | None, ...], dict[str, Any]], threads: int) -> None:
+def test_any_call(isa: str, call: Call, threads: int) -> None:
     if cpu._library().mxk_cpu_select(isa.encode()):
         pytest.skip(f"no {isa} here")
     try:
@@ -190,5 +200,5 @@ def test_any_call(isa: str, call: tuple[tuple[Tensor | None, ...], dict[str, Any
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=2000, deadline=None)
 @given(call=calls(), threads=st.sampled_from((1, 2)))
-def test_many_calls(isa: str, call: tuple[tuple[Tensor | None, ...], dict[str, Any]], threads: int) -> None:
+def test_many_calls(isa: str, call: Call, threads: int) -> None:
     test_any_call.hypothesis.inner_test(isa, call, threads)  # type: ignore[attr-defined]
