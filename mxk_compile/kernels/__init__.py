@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mxk_compile.kernels import cpu, cuda
+from mxk_compile.kernels.cuda.operands import ALIGNMENT
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
 from mxk_compile.kernels.select import DEVICES, select, supports
 from mxk_compile.ops import library
@@ -33,29 +34,6 @@ class _Verdict:
     desc: MoEDesc
     reason: str | None
     scalars: dict[str, Any]
-
-
-_verdicts: dict[Any, _Verdict] = {}
-"""Verdicts of the CUDA calls seen so far, by all but T: to find one anew costs as much as a small call."""
-
-
-def _moe(*args: Any, **attributes: Any) -> Tensor:
-    hidden_states, topk_ids, topk_weights, *weights = args
-    routes = topk_ids.shape
-    shapes = [None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in weights]
-    key = (
-        *(hidden_states.shape[1:], hidden_states.dtype, routes[1:], topk_ids.dtype, topk_ids.device),
-        *(topk_weights.dtype, topk_weights.device, *shapes, *attributes.items()),
-    )
-    verdict = _verdicts.get(key)
-    if verdict is None or hidden_states.shape[0] != routes[0] or routes != topk_weights.shape:
-        verdict = _verdicts[key] = _judge(*args, **attributes)
-    return _run(verdict, args, attributes)
-
-
-def _moe_lists(*args: Any, **attributes: Any) -> Tensor:
-    # Judged in every call: each expert brings its own tensors.
-    return _run(_judge(*args, **attributes), args, attributes)
 
 
 _prepared: dict[Any, cpu.Prepared] = {}
@@ -128,6 +106,69 @@ def moe_lists_cpu(x: Tensor, ids: Tensor, router: Tensor, *weights: Any, **attri
     return prepared(x, ids, router)
 
 
+_prepared_cuda: dict[Any, cuda.Prepared] = {}
+"""CUDA calls seen so far, likewise."""
+
+
+def _run_cuda(key: Any, args: tuple[Any, ...], attributes: dict[str, Any]) -> Tensor:
+    verdict = _judge(*args, **attributes)
+    if verdict.reason is not None:
+        return _run(verdict, args, attributes)
+    prepared = cuda.Prepared(verdict.desc, *args, **verdict.scalars)
+    if prepared.reusable:
+        if len(_prepared_cuda) >= _MOST_PREPARED:
+            _prepared_cuda.clear()
+        _prepared_cuda[key] = prepared
+    return prepared(*args[:3])
+
+
+def moe_cuda(
+    x: Tensor,
+    ids: Tensor,
+    router: Tensor,
+    w13: Tensor,
+    s13: Tensor,
+    w2: Tensor,
+    s2: Tensor,
+    *more: Any,
+    **attributes: Any,
+) -> Tensor:
+    """`mxk::moe` on CUDA."""
+    key = (
+        *(x.get_device(), ids.get_device(), router.get_device(), x.data_ptr() % ALIGNMENT),
+        *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype),
+        *(router.shape, router.stride(), router.dtype),
+        *(w13.data_ptr(), w13.shape, w13.stride(), w13.dtype),
+        *(s13.data_ptr(), s13.shape, s13.stride(), s13.dtype),
+        *(w2.data_ptr(), w2.shape, w2.stride(), w2.dtype),
+        *(s2.data_ptr(), s2.shape, s2.stride(), s2.dtype),
+        *[None if w is None else (w.data_ptr(), w.shape, w.stride(), w.dtype) for w in more],
+        *attributes.items(),
+    )
+    prepared = _prepared_cuda.get(key)
+    if prepared is None or not prepared.current(s13, s2):
+        return _run_cuda(key, (x, ids, router, w13, s13, w2, s2, *more), attributes)
+    return prepared(x, ids, router)
+
+
+def moe_lists_cuda(x: Tensor, ids: Tensor, router: Tensor, *weights: Any, **attributes: Any) -> Tensor:
+    """`mxk::moe.lists` on CUDA."""
+    key = (
+        *(x.get_device(), ids.get_device(), router.get_device(), x.data_ptr() % ALIGNMENT),
+        *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype),
+        *(router.shape, router.stride(), router.dtype),
+        *[
+            (*map(Tensor.data_ptr, w), *(frozenset(map(part, w)) for part in (_shape, Tensor.stride, _dtype)))
+            for w in weights
+        ],
+        *attributes.items(),
+    )
+    prepared = _prepared_cuda.get(key)
+    if prepared is None or not prepared.current(weights[1], weights[3]):
+        return _run_cuda(key, (x, ids, router, *weights), attributes)
+    return prepared(x, ids, router)
+
+
 def _judge(*args: Any, **attributes: Any) -> _Verdict:
     desc = MoEDesc.from_call(*args, **attributes)
     scalars: dict[str, Any] = {
@@ -144,11 +185,15 @@ def _run(verdict: _Verdict, args: tuple[Any, ...], attributes: dict[str, Any]) -
     return reference(*args, **attributes)
 
 
+def _moe_judged(*args: Any, **attributes: Any) -> Tensor:
+    return _run(_judge(*args, **attributes), args, attributes)
+
+
 enter_directly(moe_cpu)
 library.impl("moe.lists", moe_lists_cpu, "CPU")
-library.impl("moe", _moe, "CUDA")
-library.impl("moe.lists", _moe_lists, "CUDA")
+library.impl("moe", moe_cuda, "CUDA")
+library.impl("moe.lists", moe_lists_cuda, "CUDA")
 for _name in ("moe", "moe.lists"):
     # Eager calls alone: compiled graphs are lowered to the kernels' ops, which an op library may bring at any time.
-    library.impl(_name, _moe_lists, "HPU")
+    library.impl(_name, _moe_judged, "HPU")
 library.impl("mxfp4_dequant", cuda.mxfp4_dequant, "CUDA")

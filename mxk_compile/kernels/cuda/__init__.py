@@ -16,11 +16,12 @@ from torch import Tensor
 
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels.cuda import build, decode, dequant, prefill, scales
-from mxk_compile.kernels.cuda.operands import Operands
+from mxk_compile.kernels.cuda.operands import ALIGNMENT, FLOATS, Call, Operands
 from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
 from mxk_compile.meta.dequant import check_dequant
 from mxk_compile.ops.formats import mxfp4
+from mxk_compile.ops.moe import Weights
 
 _CAPABILITY = (9, 0)
 
@@ -67,117 +68,91 @@ def plan(desc: MoEDesc, num_tokens: int, device: int | None = None) -> Schedule:
 
 
 class Prepared:
-    """Calls of one description on one layer's weights: what was found out about them, and a runner for each schedule.
+    """A call described once: to be made again for as long as layouts, dtypes and weight addresses are the same.
 
     Attributes:
-        reusable: whether it may serve later calls: not where a weight had to be copied.
+        reusable: False where a copy of a weight was made, which holds for one call only.
     """
+
+    __slots__ = ("_copies_x", "_device", "_out", "_runner", "_scales", "reusable")
 
     def __init__(
         self,
         desc: MoEDesc,
-        device: int,
-        weights: tuple[Any, ...],
-        alpha: float,
-        limit: float | None,
-        experts_min: int,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *weights: Any,
+        alpha: float = 1.0,
+        limit: float | None = None,
+        experts_min: int = 0,
+        schedule: Schedule | None = None,
     ) -> None:
-        capturing = torch.cuda.is_current_stream_capturing()
-        if capturing and any(isinstance(weight, (list, tuple)) and weight for weight in weights):
+        """Arguments as those of `moe`, and a schedule instead of the chosen one."""
+        device, num_tokens = hidden_states.get_device(), hidden_states.shape[0]
+        weights = (*weights, *(None,) * (8 - len(weights)))
+        if torch.cuda.is_current_stream_capturing() and any(
+            isinstance(weight, (list, tuple)) and weight for weight in weights
+        ):
             given = "a first call with these lists of weights inside a CUDA graph"
             raise KernelError(
                 "mxk::moe.lists", given, "a call outside before", "run the layer once before capturing"
             )
-        self.desc, self.device, self._scales = desc, device, (weights[1], weights[3])
-        self._operands = Operands.of(desc, weights)
-        self._scalars = (alpha, math.inf if limit is None else limit, experts_min)
-        self.reusable = not self._operands.copied
-        self._runners: dict[tuple[Schedule, bool], decode.Decode | prefill.Prefill] = {}
-        self._schedules: dict[int, Schedule] = {}
-
-    def runner(self, num_tokens: int) -> decode.Decode | prefill.Prefill:
-        """What runs a call with this many tokens; compiles it if need be."""
-        chosen = self._schedules.get(num_tokens)
-        if chosen is None:
-            chosen = self._schedules[num_tokens] = plan(self.desc, num_tokens, self.device)
-        return self.runner_of(chosen)
-
-    def runner_of(self, chosen: Schedule) -> decode.Decode | prefill.Prefill:
-        """What runs calls by a schedule; compiles it if need be."""
-        small = scales.small(self._scales) is True
-        runner = self._runners.get((chosen, small))
-        if runner is None:
+        self._device = device
+        self._copies_x = hidden_states.stride(1) != 1
+        self._scales = scales.Watch((weights[1], weights[3]))
+        x = hidden_states.contiguous() if self._copies_x else hidden_states
+        self._out: tuple[int, ...] | None = None
+        if num_tokens == 0:
+            self._out = (0, *([desc.top_k] if desc.per_route else []), desc.hidden_size)
+            self.reusable = False
+            return
+        with torch.cuda.device(device):
+            call = Call(
+                *(desc, Operands.of(desc, weights), alpha, math.inf if limit is None else limit, experts_min),
+                *(self._scales.small is True, device, num_tokens, x.stride(0), topk_ids.stride()),
+                *(topk_weights.stride(), (topk_ids.element_size(), topk_ids.dtype.is_signed)),
+                FLOATS[topk_weights.dtype],
+                x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0,
+            )
+            chosen = schedule or plan(desc, num_tokens, device)
             if chosen.kernel == "decode":
-                runner = decode.Decode(self.desc, self._operands, *self._scalars, small, chosen.macros)
+                self._runner: decode.Decode | prefill.Prefill = decode.Decode(call, chosen.macros)
             else:
-                runner = prefill.Prefill(self.desc, self._operands, *self._scalars, small, chosen.sizes)
-            self._runners[chosen, small] = runner
-        return runner
+                self._runner = prefill.Prefill(call, chosen.sizes)
+        self.reusable = not call.operands.copied
+
+    def current(self, w13_scale: Weights, w2_scale: Weights) -> bool:
+        """Whether what was found out about the scales still holds: their bytes may have changed in place."""
+        return self._scales.current(w13_scale, w2_scale)
+
+    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """As `moe`, with the layouts and weight addresses given before."""
+        if self._out is not None:
+            return hidden_states.new_empty(self._out)
+        device = self._device
+        if self._copies_x:
+            hidden_states = hidden_states.contiguous()
+        if torch._C._cuda_getDevice() != device:
+            with torch.cuda.device(device):
+                stream = torch._C._cuda_getCurrentRawStream(device)
+                return self._runner(stream, hidden_states, topk_ids, topk_weights)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        return self._runner(stream, hidden_states, topk_ids, topk_weights)
 
 
-_prepared: dict[Any, Prepared] = {}
-_MOST_PREPARED = 4096
-
-
-def _identity(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.data_ptr(), value.shape, value.stride(), value.dtype
-    return (*map(Tensor.data_ptr, value), value[0].stride()) if value else None
-
-
-def moe(
-    desc: MoEDesc,
-    hidden_states: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    *weights: Any,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    experts_min: int = 0,
-) -> Tensor:
+def moe(desc: MoEDesc, *tensors: Any, **scalars: Any) -> Tensor:
     """`mxk::moe` or `mxk::moe.lists` on a CUDA device, on torch's current stream.
 
     Nothing waits for the device, except that the first call with a layer's weights reads whether its scales are small.
 
     Args:
-        desc: the call's description, which `supports` accepts; the other arguments as in ops/moe.py.
+        desc: the call's description, which `supports` accepts; tensors and scalars as in ops/moe.py.
 
     Raises:
         KernelError: sources do not compile, a launch fails, or lists of weights are first met inside a CUDA graph.
     """
-    device = hidden_states.device.index
-    if hidden_states.stride(1) != 1:
-        hidden_states = hidden_states.contiguous()
-    if torch._C._cuda_getDevice() != device:
-        with torch.cuda.device(device):
-            return _run(
-                device, desc, hidden_states, topk_ids, topk_weights, weights, alpha, limit, experts_min
-            )
-    return _run(device, desc, hidden_states, topk_ids, topk_weights, weights, alpha, limit, experts_min)
-
-
-def _run(
-    device: int,
-    desc: MoEDesc,
-    x: Tensor,
-    ids: Tensor,
-    router: Tensor,
-    weights: tuple[Any, ...],
-    *scalars: Any,
-) -> Tensor:
-    num_tokens = x.shape[0]
-    if num_tokens == 0:
-        return x.new_empty((0, desc.top_k, desc.hidden_size) if desc.per_route else (0, desc.hidden_size))
-    key = (device, desc, scalars, *map(_identity, weights))
-    prepared = _prepared.get(key)
-    if prepared is None:
-        prepared = Prepared(desc, device, (*weights, *(None,) * (8 - len(weights))), *scalars)
-        if prepared.reusable:
-            if len(_prepared) >= _MOST_PREPARED:
-                _prepared.clear()
-            _prepared[key] = prepared
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    return prepared.runner(num_tokens)(device, stream, x, ids, router)
+    return Prepared(desc, *tensors, **scalars)(*tensors[:3])
 
 
 def mxfp4_dequant(weight: Tensor, scale: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors, persistent
-from mxk_compile.kernels.cuda.operands import ALIGNMENT, FLOATS, OPERAND, Operands, activation
-from mxk_compile.kernels.desc import MoEDesc
+from mxk_compile.kernels.cuda.operands import OPERAND, Call, activation
 
-_DECODE = struct.Struct(f"=3Q{OPERAND * 6}4Q6q10i2f")  # struct Decode of moe_decode.cu
+# struct Decode of moe_decode.cu; of a layer's call, only addresses change.
+_DECODE = struct.Struct(f"=3Q{OPERAND * 6}4Q6q10i2f")
+_CHANGING = ((0, struct.Struct("=3Q")), (struct.calcsize(f"=3Q{OPERAND * 6}"), struct.Struct("=4Q")))
 _COUNTER_BYTES = 256
 _MOST_COUNTERS = 16384  # of a device: one a stream, and one a launch in a CUDA graph
 MOST_EXPERTS = 1024
@@ -25,7 +26,7 @@ MOST_EXPERTS = 1024
 def _kernel(macros: tuple[tuple[str, int], ...]) -> Kernel:
     library = Library(build("moe_decode.cu", dict(macros)))
     threads, shared = library.constant("decode_threads"), library.constant("decode_shared")
-    return Kernel(library.kernel("moe_decode"), _DECODE, threads, shared, cooperative=True)
+    return Kernel(library.kernel("moe_decode"), _DECODE, _CHANGING, threads, shared, cooperative=True)
 
 
 class _Counters:
@@ -75,73 +76,55 @@ def _counters_for(device: int, stream: int) -> int:
 
 
 class Decode:
-    """A layer's weights with the macros of a schedule, ready to be called.
+    """A call with the macros of a schedule, ready to be made.
 
     Args:
-        desc: of the call, which `supports` accepts.
-        operands: the weights.
-        alpha, limit: of the activation; limit +inf for no clamp.
-        experts_min: as in `mxk::moe`.
-        scales_small: whether no scale byte of the weights is above 128.
+        call: that `supports` accepts.
         macros: of the schedule, MXK_ left out.
     """
 
-    def __init__(
-        self,
-        desc: MoEDesc,
-        operands: Operands,
-        alpha: float,
-        limit: float,
-        experts_min: int,
-        scales_small: bool,
-        macros: tuple[tuple[str, int], ...],
-    ) -> None:
-        self.desc, self.experts_min = desc, experts_min
-        self._macros = {
-            **{f"MXK_{name.upper()}": value for name, value in macros},
+    def __init__(self, call: Call, macros: tuple[tuple[str, int], ...]) -> None:
+        desc, operands = call.desc, call.operands
+        self._call = call
+        routes = call.num_tokens * desc.top_k
+        self._blocks = multiprocessors(call.device)
+        chosen = {f"MXK_{name.upper()}": value for name, value in macros}
+        # All routes as columns of one product need no list of rows; per-route outputs are not summed that way.
+        few = routes <= 8 * chosen.get("MXK_COLUMN_TILES", 1) and not desc.per_route
+        settled = {
             "MXK_HIDDEN": desc.hidden_size,
             "MXK_INTER": desc.intermediate_size,
             "MXK_EXPERTS": desc.num_experts,
             "MXK_TOP_K": desc.top_k,
             "MXK_INTERLEAVED": int(desc.row_order == "interleaved"),
-            "MXK_SCALES_SMALL": int(scales_small),
+            "MXK_SCALES_SMALL": int(call.scales_small),
             "MXK_PER_ROUTE": int(desc.per_route),
             "MXK_ALIGNED": int(operands.aligned(desc)),
+            "MXK_X_ALIGNED": int(call.x_aligned),
+            "MXK_BLOCKS": self._blocks,
         }
+        if not few:
+            chosen["MXK_FEW"] = 0
+        self._kernel = _kernel(tuple(sorted((chosen | settled).items())))
         parts = (operands.w13, operands.s13, operands.b13, operands.w2, operands.s2, operands.b2)
-        self._weights = tuple(field for part in parts for field in part.fields)
-        self._types = (operands.b13.dtype, operands.b2.dtype, activation(desc))
-        self._rows = (operands.gate_row, operands.up_row, operands.up_expert)
-        self._constants = (alpha, limit)
-        self._kernels: dict[bool, Kernel] = {}
+        self._argument = _DECODE.pack(
+            *(0, 0, 0, *(field for part in parts for field in part.fields), 0, 0, 0, 0),
+            *(call.x_stride, *call.ids_stride, *call.weights_stride, call.experts_min, call.num_tokens),
+            *(*call.ids_type, call.weights_type, operands.b13.dtype, operands.b2.dtype, activation(desc)),
+            *(operands.gate_row, operands.up_row, operands.up_expert, call.alpha, call.limit),
+        )
+        self._h_bytes = -(-2 * routes * desc.intermediate_size // 256) * 256
+        self._bytes = self._h_bytes + 4 * routes * desc.hidden_size
+        self._out_shape = call.out_shape
 
-    def kernel(self, x_aligned: bool) -> Kernel:
-        """The kernel for rows of x on 16-byte boundaries, or not."""
-        kernel = self._kernels.get(x_aligned)
-        if kernel is None:
-            macros = self._macros | {"MXK_X_ALIGNED": int(x_aligned)}
-            kernel = self._kernels[x_aligned] = _kernel(tuple(sorted(macros.items())))
-        return kernel
-
-    def __call__(
-        self, device: int, stream: int, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
-    ) -> Tensor:
-        """The layer on `stream` of `device`, which is current."""
-        desc, x, num_tokens = self.desc, hidden_states, hidden_states.shape[0]
-        routes = num_tokens * desc.top_k
-        shape = (num_tokens, desc.top_k) if desc.per_route else (num_tokens,)
-        out = x.new_empty((*shape, desc.hidden_size))
-        h_bytes = -(-2 * routes * desc.intermediate_size // 256) * 256
-        workspace = torch.empty(h_bytes + 4 * routes * desc.hidden_size, dtype=torch.uint8, device=x.device)
-        base = workspace.data_ptr()
-        x_stride = x.stride(0)
-        aligned = x.data_ptr() % ALIGNMENT == 0 and x_stride * 2 % ALIGNMENT == 0
-        self.kernel(aligned).launch(
-            *(device, stream, multiprocessors(device)),
-            *(x.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), *self._weights),
-            *(out.data_ptr(), base, base + h_bytes, _counters_for(device, stream)),
-            *(x_stride, *topk_ids.stride(), *topk_weights.stride(), self.experts_min, num_tokens),
-            *(topk_ids.element_size(), topk_ids.dtype.is_signed, FLOATS[topk_weights.dtype], *self._types),
-            *(*self._rows, *self._constants),
+    def __call__(self, stream: int, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """The layer on `stream` of the call's device, which is current."""
+        device = self._call.device
+        out = hidden_states.new_empty(self._out_shape)
+        base = torch.empty(self._bytes, dtype=torch.uint8, device=hidden_states.device).data_ptr()
+        self._kernel.launch(
+            *(device, stream, self._blocks, self._argument),
+            (hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr()),
+            (out.data_ptr(), base, base + self._h_bytes, _counters_for(device, stream)),
         )
         return out

@@ -18,7 +18,7 @@ _WORD_BYTES = 4
 
 @functools.cache
 def _kernel() -> Kernel:
-    return Kernel(Library(build("dequant.cu", {})).kernel("mxfp4_dequant"), _DEQUANT, _THREADS)
+    return Kernel(Library(build("dequant.cu", {})).kernel("mxfp4_dequant"), _DEQUANT, (), _THREADS)
 
 
 def dequant(weight: Tensor, scale: Tensor) -> Tensor:
@@ -36,6 +36,6 @@ def dequant(weight: Tensor, scale: Tensor) -> Tensor:
         with torch.cuda.device(device):
             stream = torch._C._cuda_getCurrentRawStream(device)
             blocks = -(-count // (_THREADS * _WORDS))
-            addresses = (packed.data_ptr(), scales.data_ptr(), out.data_ptr())
-            _kernel().launch(device, stream, blocks, *addresses, count)
+            argument = _DEQUANT.pack(packed.data_ptr(), scales.data_ptr(), out.data_ptr(), count)
+            _kernel().launch(device, stream, blocks, argument)
     return out

@@ -30,6 +30,7 @@ class _Scratch(threading.local):
 
     config: Any = None
     parameters: Any
+    parameters_address: int
     address: int
 
 
@@ -39,6 +40,7 @@ class Kernel:
     Args:
         handle: of the kernel, valid on every device.
         layout: of the argument, as `struct` describes it.
+        changing: parts of it that differ from launch to launch of one argument, by offset in bytes.
         threads, shared_bytes: of a block.
         overlap: whether it may start before the kernel ahead of it has ended (it waits in its own code).
         cooperative: whether all blocks must be resident at once.
@@ -48,13 +50,15 @@ class Kernel:
         self,
         handle: Any,
         layout: struct.Struct,
+        changing: tuple[tuple[int, struct.Struct], ...],
         threads: int,
         shared_bytes: int = 0,
         *,
         overlap: bool = False,
         cooperative: bool = False,
     ) -> None:
-        self.handle, self.layout, self.threads, self.shared_bytes = handle, layout, threads, shared_bytes
+        self.handle, self.layout, self.changing = handle, layout, changing
+        self.threads, self.shared_bytes = threads, shared_bytes
         self.overlap, self.cooperative = overlap, cooperative
         self._scratch = _Scratch()
         self._ready: set[int] = set()
@@ -77,7 +81,8 @@ class Kernel:
                 attributes.append(attribute)
         config.attrs, config.numAttrs = attributes, len(attributes)
         scratch.parameters = ctypes.create_string_buffer(self.layout.size)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(scratch.parameters))
+        scratch.parameters_address = ctypes.addressof(scratch.parameters)
+        pointers = (ctypes.c_void_p * 1)(scratch.parameters_address)
         scratch.parameters.pointers = pointers  # keeps them alive
         scratch.address = ctypes.addressof(pointers)
         scratch.config = config
@@ -91,14 +96,18 @@ class Kernel:
             ask(driver.cuKernelSetAttribute(attribute, self.shared_bytes, self.handle, device))
         self._ready.add(device)
 
-    def launch(self, device: int, stream: int, blocks: int, *values: Any) -> None:
-        """Puts one launch on `stream` of the current device; `values` fill the argument's layout."""
+    def launch(
+        self, device: int, stream: int, blocks: int, argument: bytes, *changes: tuple[int, ...]
+    ) -> None:
+        """Puts one launch on `stream` of the current device; `changes` go into the argument's changing parts."""
         scratch = self._scratch
         if scratch.config is None:
             self._prepare(scratch)
         if device not in self._ready:
             self._allow_shared(device)
-        self.layout.pack_into(scratch.parameters, 0, *values)
+        ctypes.memmove(scratch.parameters_address, argument, len(argument))
+        for (offset, part), values in zip(self.changing, changes, strict=True):
+            part.pack_into(scratch.parameters, offset, *values)
         config = scratch.config
         config.gridDimX = blocks
         config.hStream = stream

@@ -145,3 +145,42 @@ class Operands:
 def activation(desc: MoEDesc) -> int:
     """Of enum Activation."""
     return ACTIVATIONS.index(desc.activation)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What of a call stays the same for as long as layouts and weights do.
+
+    Attributes:
+        desc: what `supports` accepted.
+        operands: the weights.
+        alpha, limit, experts_min: as in `mxk::moe`; limit +inf for no clamp.
+        scales_small: whether no scale byte of the weights is above 128.
+        device: index of the device.
+        num_tokens: T.
+        x_stride, ids_stride, weights_stride: of the inputs, in elements.
+        ids_type: bytes of an id, and whether it is signed.
+        weights_type: of topk_weights, of enum Dtype.
+        x_aligned: whether rows of hidden_states start on `ALIGNMENT` bytes.
+    """
+
+    desc: MoEDesc
+    operands: Operands
+    alpha: float
+    limit: float
+    experts_min: int
+    scales_small: bool
+    device: int
+    num_tokens: int
+    x_stride: int
+    ids_stride: tuple[int, ...]
+    weights_stride: tuple[int, ...]
+    ids_type: tuple[int, bool]
+    weights_type: int
+    x_aligned: bool
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Of the result."""
+        desc = self.desc
+        return (self.num_tokens, *([desc.top_k] if desc.per_route else []), desc.hidden_size)

@@ -35,12 +35,15 @@ constexpr int ROWS = 256;                 // weight rows of a tile
 constexpr int PACKED_BYTES = BLOCK / 2;   // of a block of one weight row
 constexpr int WEIGHTS = TOKENS * BLOCK_BYTES;  // where they lie in a stage
 constexpr int STAGE_BYTES = WEIGHTS + ROWS * PACKED_BYTES;
-constexpr int STAGES = 196 * 1024 / STAGE_BYTES < 16 ? 196 * 1024 / STAGE_BYTES : 16;
+// Few tokens leave registers for a second block, whose unpacking fills the first's waits.
+constexpr int BLOCKS = TOKENS <= 32 ? 2 : 1;  // of a multiprocessor
+constexpr int RING_BYTES = 208 * 1024 / BLOCKS;
+constexpr int STAGES = RING_BYTES / STAGE_BYTES < 16 ? RING_BYTES / STAGE_BYTES : 16;
 constexpr int PRODUCERS = 128;
 constexpr int THREADS = PRODUCERS + 256;  // and two warpgroups of consumers
 constexpr int CONSUMER_WARPS = 8;
-constexpr int PRODUCER_REGISTERS = 56;    // 56 * 128 + 224 * 256 <= 65536
-constexpr int CONSUMER_REGISTERS = 224;
+constexpr int PRODUCER_REGISTERS = BLOCKS == 2 ? 32 : 56;  // 56 * 128 + 224 * 256 <= 65536, the register file
+constexpr int CONSUMER_REGISTERS = BLOCKS == 2 ? 104 : 224;
 
 struct Gemm {
   Operand weight, scale, bias;
@@ -327,11 +330,12 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
 }
 
 __device__ __constant__ extern const int prefill_shared = STAGES * (STAGE_BYTES + 2 * 8);
+__device__ __constant__ extern const int prefill_blocks = BLOCKS;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_gate_up(const __grid_constant__ Gemm p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) prefill_gate_up(const __grid_constant__ Gemm p) {
   gemm<true>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_down(const __grid_constant__ Gemm p) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) prefill_down(const __grid_constant__ Gemm p) {
   gemm<false>(p);
 }

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
-from mxk_compile.kernels.cuda.operands import ALIGNMENT, FLOATS, OPERAND, Operands, activation
+from mxk_compile.kernels.cuda.operands import OPERAND, Call, Operand, activation
 from mxk_compile.kernels.desc import MoEDesc
 
 # Layouts of prefill.cu and routing.cu.
 _GEMM = struct.Struct(f"={OPERAND * 3}4Q10i2fi4x")
+_GEMM_CHANGING = ((struct.calcsize(f"={OPERAND * 3}"), struct.Struct("=4Q")),)
 _ROUTING = struct.Struct("=9Q6q15i4x")
+_ROUTING_CHANGING = ((0, struct.Struct("=9Q")),)
 _BLOCK, _ROW_BYTES = 64, 128  # columns of a block of activations, and its bytes a row
 _ROW_STEP = 16  # an expert's rows begin at multiples of it
 _GEMM_THREADS = 384
@@ -28,24 +30,26 @@ _CHUNK_TOKENS = 16384
 
 
 @functools.cache
-def _products(tokens: int, scales_small: bool) -> tuple[Kernel, Kernel]:
-    """Gate/up and down products with tiles of at most `tokens` rows."""
+def _products(tokens: int, scales_small: bool) -> tuple[Kernel, Kernel, int]:
+    """Gate/up and down products with tiles of at most `tokens` rows, and how many blocks a multiprocessor holds."""
     library = Library(build("prefill.cu", {"MXK_TOKENS": tokens, "MXK_SCALES_SMALL": int(scales_small)}))
     shared = library.constant("prefill_shared")
     gate_up, down = (
-        Kernel(library.kernel(name), _GEMM, _GEMM_THREADS, shared, overlap=True)
+        Kernel(library.kernel(name), _GEMM, _GEMM_CHANGING, _GEMM_THREADS, shared, overlap=True)
         for name in ("prefill_gate_up", "prefill_down")
     )
-    return gate_up, down
+    return gate_up, down, library.constant("prefill_blocks")
 
 
 @functools.cache
 def _routing() -> tuple[Kernel, Kernel, Kernel]:
     library = Library(build("routing.cu", {}))
     return (
-        Kernel(library.kernel("prefill_sort"), _ROUTING, _SORT_THREADS, overlap=True),
-        Kernel(library.kernel("prefill_gather"), _ROUTING, 32 * _GATHER_WARPS, overlap=True),
-        Kernel(library.kernel("prefill_sum"), _ROUTING, _SUM_THREADS, overlap=True),
+        Kernel(library.kernel("prefill_sort"), _ROUTING, _ROUTING_CHANGING, _SORT_THREADS, overlap=True),
+        Kernel(
+            library.kernel("prefill_gather"), _ROUTING, _ROUTING_CHANGING, 32 * _GATHER_WARPS, overlap=True
+        ),
+        Kernel(library.kernel("prefill_sum"), _ROUTING, _ROUTING_CHANGING, _SUM_THREADS, overlap=True),
     )
 
 
@@ -84,77 +88,82 @@ class _Space:
         return cls(total_rows, most_tiles, xy, h, xy, tiles, num_tiles, row_of_route, at)
 
 
+class _Part:
+    """Arguments of the launches for up to `_CHUNK_TOKENS` tokens."""
+
+    def __init__(self, call: Call, sizes: tuple[int, ...], num_tokens: int) -> None:
+        desc, operands = call.desc, call.operands
+        self.num_tokens, self.routes = num_tokens, num_tokens * desc.top_k
+        self.space = space = _Space.of(desc, num_tokens, sizes[-1])
+        hidden, intermediate = desc.hidden_size, desc.intermediate_size
+        all_sizes = (*sizes, *(0,) * (_MOST_SIZES - len(sizes)))
+        self.routing = _ROUTING.pack(
+            *(0,) * 9,
+            *(*call.ids_stride, *call.weights_stride, call.x_stride, call.experts_min),
+            *(
+                num_tokens,
+                desc.top_k,
+                desc.num_experts,
+                hidden,
+                space.total_rows,
+                space.most_tiles,
+                *all_sizes,
+            ),
+            *(*call.ids_type, call.weights_type, call.x_aligned, desc.per_route),
+        )
+        gate_up = (operands.row_step, operands.gate_row, operands.up_row, operands.up_expert)
+        kind = activation(desc)
+
+        def product(
+            parts: tuple[Operand, ...], inputs: int, outputs: int, rows: tuple[int, ...], chained: bool
+        ) -> bytes:
+            return _GEMM.pack(
+                *(field for part in parts for field in part.fields),
+                *(0, 0, 0, 0, space.total_rows, -(-inputs // _BLOCK), inputs // 32, outputs, *rows),
+                *(parts[2].dtype, kind, call.alpha, call.limit, chained),
+            )
+
+        w13, w2 = (operands.w13, operands.s13, operands.b13), (operands.w2, operands.s2, operands.b2)
+        self.products = [
+            [product(w13, hidden, intermediate, gate_up, chained) for chained in (False, True)],
+            [product(w2, intermediate, hidden, (1, 0, 0, 0), chained) for chained in (False, True)],
+        ]
+
+
 class Prefill:
-    """A layer's weights with the tile sizes to use, ready to be called.
+    """A call with the tile sizes to use, ready to be made.
 
     Args:
-        desc: of the call, which `supports` accepts.
-        operands: the weights.
-        alpha, limit: of the activation; limit +inf for no clamp.
-        experts_min: as in `mxk::moe`.
-        scales_small: whether no scale byte of the weights is above 128.
+        call: that `supports` accepts.
         sizes: rows of a tile, at most 4, multiples of 16 up to 128, ascending.
     """
 
-    def __init__(
-        self,
-        desc: MoEDesc,
-        operands: Operands,
-        alpha: float,
-        limit: float,
-        experts_min: int,
-        scales_small: bool,
-        sizes: tuple[int, ...],
-    ) -> None:
-        self.desc, self.sizes, self.experts_min = desc, sizes, experts_min
-        hidden, intermediate = desc.hidden_size, desc.intermediate_size
-        hidden_blocks, intermediate_blocks = -(-hidden // _BLOCK), -(-intermediate // _BLOCK)
-        gate_up = (operands.row_step, operands.gate_row, operands.up_row, operands.up_expert)
-        kind = activation(desc)
-        self._gate_up_weights = (*operands.w13.fields, *operands.s13.fields, *operands.b13.fields)
-        self._gate_up_scalars = (
-            hidden_blocks,
-            hidden // 32,
-            intermediate,
-            *gate_up,
-            operands.b13.dtype,
-            kind,
-        )
-        self._down_weights = (*operands.w2.fields, *operands.s2.fields, *operands.b2.fields)
-        self._down_scalars = (
-            intermediate_blocks,
-            intermediate // 32,
-            hidden,
-            1,
-            0,
-            0,
-            0,
-            operands.b2.dtype,
-            kind,
-        )
-        self._constants = (alpha, limit)
-        self._all_sizes = (*sizes, *(0,) * (_MOST_SIZES - len(sizes)))
-        self._products = [_products(size, scales_small) for size in sizes]
+    def __init__(self, call: Call, sizes: tuple[int, ...]) -> None:
+        self._call = call
+        self._kernels = [_products(size, call.scales_small) for size in sizes]
+        whole, rest = divmod(call.num_tokens, _CHUNK_TOKENS)
+        counts = [_CHUNK_TOKENS] * whole + [rest] * (rest > 0)
+        parts = {count: _Part(call, sizes, count) for count in set(counts)}
+        self._parts = [parts[count] for count in counts]
 
-    def __call__(
-        self, device: int, stream: int, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor
-    ) -> Tensor:
-        """The layer on `stream` of `device`, which is current."""
-        desc, num_tokens = self.desc, hidden_states.shape[0]
-        shape = (num_tokens, desc.top_k) if desc.per_route else (num_tokens,)
-        out = hidden_states.new_empty((*shape, desc.hidden_size))
-        for first in range(0, num_tokens, _CHUNK_TOKENS):
-            part = slice(first, first + _CHUNK_TOKENS)
-            self._run(device, stream, hidden_states[part], topk_ids[part], topk_weights[part], out[part])
+    def __call__(self, stream: int, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """The layer on `stream` of the call's device, which is current."""
+        out = hidden_states.new_empty(self._call.out_shape)
+        if len(self._parts) == 1:
+            self._run(self._parts[0], stream, hidden_states, topk_ids, topk_weights, out)
+            return out
+        for index, part in enumerate(self._parts):
+            tokens = slice(index * _CHUNK_TOKENS, index * _CHUNK_TOKENS + part.num_tokens)
+            inputs = (hidden_states[tokens], topk_ids[tokens], topk_weights[tokens])
+            self._run(part, stream, *inputs, out[tokens])
         return out
 
-    def _run(self, device: int, stream: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
-        desc, num_tokens = self.desc, x.shape[0]
-        space = _Space.of(desc, num_tokens, self.sizes[-1])
+    def _run(self, part: _Part, stream: int, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> None:
+        device, space = self._call.device, part.space
         workspace = torch.empty(space.size, dtype=torch.uint8, device=x.device)
         base = workspace.data_ptr()
-        aligned = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * 2 % ALIGNMENT == 0
-        routing = (
+        tiles, num_tiles = base + space.tiles, base + space.num_tiles
+        addresses = (
             *(
                 ids.data_ptr(),
                 weights.data_ptr(),
@@ -163,32 +172,19 @@ class Prefill:
                 base + space.x,
                 out.data_ptr(),
             ),
-            *(base + space.row_of_route, base + space.tiles, base + space.num_tiles),
-            *(*ids.stride(), *weights.stride(), x.stride(0), self.experts_min),
-            *(num_tokens, desc.top_k, desc.num_experts, desc.hidden_size, space.total_rows, space.most_tiles),
-            *(*self._all_sizes, ids.element_size(), ids.dtype.is_signed, FLOATS[weights.dtype], aligned),
-            desc.per_route,
+            *(base + space.row_of_route, tiles, num_tiles),
         )
         sort, gather, sum_slots = _routing()
-        blocks = multiprocessors(device)
-        sort.launch(device, stream, 1, *routing)
-        gather.launch(device, stream, -(-num_tokens * desc.top_k // _GATHER_WARPS), *routing)
-        self._multiply(device, stream, blocks, 0, base, space, space.x, space.h)
-        self._multiply(device, stream, blocks, 1, base, space, space.h, space.y)
-        sum_slots.launch(device, stream, num_tokens, *routing)
-
-    def _multiply(
-        self, device: int, stream: int, blocks: int, which: int, base: int, space: _Space, rows: int, out: int
-    ) -> None:
-        """One product for the tiles of every size, the largest first."""
-        weights, scalars = (
-            (self._gate_up_weights, self._gate_up_scalars)
-            if which == 0
-            else (self._down_weights, self._down_scalars)
-        )
-        for index in reversed(range(len(self.sizes))):
-            self._products[index][which].launch(
-                *(device, stream, blocks, *weights, base + rows, base + out),
-                *(base + space.tiles + 16 * index * space.most_tiles, base + space.num_tiles + 4 * index),
-                *(space.total_rows, *scalars, *self._constants, index != len(self.sizes) - 1),
-            )
+        sort.launch(device, stream, 1, part.routing, addresses)
+        gather.launch(device, stream, -(-part.routes // _GATHER_WARPS), part.routing, addresses)
+        processors = multiprocessors(device)
+        for which, rows, result in ((0, space.x, space.h), (1, space.h, space.y)):
+            last = len(self._kernels) - 1
+            for index in range(last, -1, -1):  # the largest tiles first
+                of_size = (tiles + 16 * index * space.most_tiles, num_tiles + 4 * index)
+                argument = part.products[which][index != last]
+                changes = (base + rows, base + result, *of_size)
+                gate_up, down, blocks = self._kernels[index]
+                kernel = down if which else gate_up
+                kernel.launch(device, stream, blocks * processors, argument, changes)
+        sum_slots.launch(device, stream, part.num_tokens, part.routing, addresses)

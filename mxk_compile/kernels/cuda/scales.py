@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mxk_compile.ops.moe import Weights
 
 SMALL = 128
 """2^(byte - 1), the factor of an E2M1 pattern at the low end of bf16, is finite up to this byte."""
 
-_seen: dict[int, tuple[weakref.ref[Tensor], int, bool]] = {}
+_INFERENCE = -1  # version of tensors that have none, and that nothing changes outside of inference mode
+_seen: dict[Any, tuple[StorageWeakRef, int, bool]] = {}
 _MOST_SEEN = 65536
 
 
 def _version(tensor: Tensor) -> int:
-    # A tensor of inference mode has no version, and is not changed outside of it.
-    return -1 if tensor.is_inference() else tensor._version
+    return _INFERENCE if tensor.is_inference() else tensor._version
 
 
 def _known(tensor: Tensor) -> bool | None:
-    entry = _seen.get(id(tensor))
-    if entry is None or entry[0]() is not tensor or entry[1] != _version(tensor):
+    entry = _seen.get((tensor.data_ptr(), tensor.shape, tensor.stride()))
+    if entry is None or entry[0].expired() or entry[1] != _version(tensor):
         return None
     return entry[2]
 
 
-def small(scales: tuple[Weights, ...]) -> bool | None:
+def small(tensors: list[Tensor]) -> bool | None:
     """True if no byte is above `SMALL`; None if that is not known and cannot be read now.
 
     Reads one number from the device when it sees a tensor, or a version of it, for the first time; never while a stream
     is being captured.
     """
-    tensors: list[Any] = []
-    for value in scales:
-        tensors += [value] if isinstance(value, Tensor) else value
     known = [_known(tensor) for tensor in tensors]
     unknown = [tensor for tensor, answer in zip(tensors, known, strict=True) if answer is None]
     if unknown:
@@ -51,6 +48,41 @@ def small(scales: tuple[Weights, ...]) -> bool | None:
         if len(_seen) + len(unknown) > _MOST_SEEN:
             _seen.clear()
         for tensor, answer in zip(unknown, answers, strict=True):
-            _seen[id(tensor)] = (weakref.ref(tensor), _version(tensor), answer)
+            key = tensor.data_ptr(), tensor.shape, tensor.stride()
+            _seen[key] = (StorageWeakRef(tensor.untyped_storage()), _version(tensor), answer)
         known += answers
     return all(answer for answer in known if answer is not None)
+
+
+class Watch:
+    """Scale tensors of a call, and whether they are still what they were; it keeps none of them alive.
+
+    Attributes:
+        small: as `small` answered.
+    """
+
+    __slots__ = ("_storages", "_versions", "small")
+
+    def __init__(self, scales: tuple[Weights, ...]) -> None:
+        tensors = _flat(scales)
+        self.small = small(tensors)
+        self._versions = [_version(tensor) for tensor in tensors]
+        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+    def current(self, *scales: Weights) -> bool:
+        """Whether these tensors, at the addresses of those watched, have the same contents."""
+        if self.small is None:
+            return torch.cuda.is_current_stream_capturing()
+        for tensor, version, storage in zip(_flat(scales), self._versions, self._storages, strict=True):
+            if version != _INFERENCE and tensor._version != version:
+                return False
+            if storage.expired():
+                return False
+        return True
+
+
+def _flat(values: tuple[Weights, ...]) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    for value in values:
+        tensors += [value] if isinstance(value, Tensor) else value
+    return tensors

@@ -140,15 +140,20 @@ def tune(
         raise KernelError("mxk tune", reason, "what supports() accepts", "choose another variant")
     few = [part[:_CHECKED_TOKENS] for part in routing]
     expected = reference(few[0].float(), *few[1:], *layers[0], **attributes, round_intermediate=False)
-    device = torch.cuda.current_device()
     name = torch.cuda.get_device_name()
     sizes = (num_experts, variant.intermediate_size, variant.hidden_size, desc.top_k)
     problem = Problem(name, variant.weight_format, *sizes, num_tokens)
-    prepared = [Prepared(desc, device, layer, variant.alpha, variant.limit, 0) for layer in layers]
+
+    def prepared(candidate: Schedule) -> list[Prepared]:
+        return [
+            Prepared(desc, *routing, *layer, alpha=variant.alpha, limit=variant.limit, schedule=candidate)
+            for layer in layers
+        ]
+
     best: tuple[float, Schedule] | None = None
     for candidate in candidates(problem):
         try:
-            us = _time(prepared, routing, candidate, device, expected, samples)
+            us = _time(prepared(candidate), routing, candidate, expected, samples)
         except KernelError as error:
             say(f"{'-':>10}  {candidate}  {error}")
             continue
@@ -167,21 +172,17 @@ def _time(
     prepared: list[Prepared],
     routing: tuple[Tensor, Tensor, Tensor],
     candidate: Schedule,
-    device: int,
     expected: Tensor,
     samples: int,
 ) -> float:
     """Time of a call in µs; raises KernelError if the result is wrong."""
-    runners = [layer.runner_of(candidate) for layer in prepared]
 
     def run() -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        for runner in runners:
-            runner(device, stream, *routing)
+        for call in prepared:
+            call(*routing)
 
-    result = runners[0](device, torch.cuda.current_stream().cuda_stream, *routing)
-    error = rel_l2(result[:_CHECKED_TOKENS], expected)
+    error = rel_l2(prepared[0](*routing)[:_CHECKED_TOKENS], expected)
     if not error <= _MOST_ERROR:
         raise KernelError(str(candidate), f"rel_l2 {error:.1e}", f"at most {_MOST_ERROR:.0e}", "report it")
     run()
-    return replay_us(run, samples) / len(runners)
+    return replay_us(run, samples) / len(prepared)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mxk_compile import kernels
 from mxk_compile.kernels import cuda
 from mxk_compile.kernels.cuda.schedule import Schedule
 from mxk_compile.testing import MoECase, random_case, rel_l2, variant_case
@@ -32,7 +33,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Force:
 
     def apply(text: str) -> None:
         monkeypatch.setattr(cuda, "choose", lambda problem: Schedule.parse(text))
-        monkeypatch.setattr(cuda, "_prepared", {})
+        monkeypatch.setattr(kernels, "_prepared_cuda", {})
 
     return apply
 

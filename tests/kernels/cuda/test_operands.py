@@ -95,18 +95,24 @@ def test_alignment_is_that_of_every_expert() -> None:
 
 def test_scales_are_asked_once_a_version() -> None:
     small, large = torch.full((2, 4), 128, dtype=torch.uint8), torch.full((2, 4), 129, dtype=torch.uint8)
-    assert scales.small((small,)) is True
-    assert scales.small((small, large)) is False
-    assert scales.small((list(small), [])) is True
+    assert scales.small([small]) is True
+    assert scales.small([small, large]) is False
+    assert scales.small(list(small)) is True
     small[1, 2] = 255
-    assert scales.small((small,)) is False
+    assert scales.small([small]) is False
     with torch.inference_mode():
-        assert scales.small((torch.full((2, 4), 7, dtype=torch.uint8),)) is True
+        assert scales.small([torch.full((2, 4), 7, dtype=torch.uint8)]) is True
 
 
-def test_another_tensor_at_the_same_address_is_asked_again() -> None:
-    storage = torch.full((8,), 100, dtype=torch.uint8)
-    view = storage[:4]
-    assert scales.small((view,)) is True
-    storage.data[:] = 200  # unseen by the version of `view`
-    assert scales.small((storage[:4],)) is False
+def test_a_watch_sees_changes_in_place_and_other_storages() -> None:
+    first, second = torch.full((2, 4), 100, dtype=torch.uint8), torch.full((8,), 100, dtype=torch.uint8)
+    watch = scales.Watch((first, list(second.split(4))))
+    assert watch.small is True
+    assert watch.current(first, list(second.split(4)))
+    assert watch.current(first.view(2, 4), list(second.split(4))), "another view of the same memory"
+    second[3] = 200
+    assert not watch.current(first, list(second.split(4)))
+    watch = scales.Watch((first, [second]))
+    assert watch.small is False
+    del first
+    assert not watch.current(torch.full((2, 4), 100, dtype=torch.uint8), [second])
