@@ -165,8 +165,12 @@ def _parser() -> argparse.ArgumentParser:
 
     parity = commands.add_parser("parity", help="check kernels of a device against fp32, beside the stock op")
     parity.add_argument(
-        "--device", choices=["tpc-emulated"], required=True, help="Gaudi kernels, run on this CPU"
+        "--device",
+        choices=["tpc-emulated", "hpu"],
+        required=True,
+        help="Gaudi kernels: their sources run on this CPU, or a build of them on a card",
     )
+    parity.add_argument("--lib", type=Path, metavar="DIR", help="with hpu: folder of the build")
     parity.add_argument("--variant", default="all", help="one of the model rows, or all; default: all")
     parity.add_argument("--quick", action="store_true", help="fewest and most tokens only")
     parity.add_argument(
@@ -287,6 +291,14 @@ def _parity(options: argparse.Namespace) -> int:
     if options.model:
         parity.print_model(names)
         return 0
+    if (options.device == "hpu") != (options.lib is not None):
+        given = f"--device {options.device} {'without' if options.lib is None else 'with'} --lib"
+        allowed = "--device hpu with --lib DIR, --device tpc-emulated without"
+        raise CallError("mxk parity", given, allowed, "name the folder that `mxk build-tpc` made")
+    if options.lib is not None:
+        from mxk_compile.parity_device import run_on_device
+
+        return 0 if run_on_device(options.lib, names, quick=options.quick) else _EXIT_FAILED
     return 0 if parity.run_parity(names, quick=options.quick) else _EXIT_FAILED
 
 

@@ -1,0 +1,102 @@
+"""`mxk parity --device hpu` without a device: the same checks on the CPU, ops by the emulator; refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from mxk_compile import parity_device
+from mxk_compile.cli import main
+from mxk_compile.kernels.tpc import emulated_ops
+from mxk_compile.kernels.tpc.libraries import Manifest
+from mxk_compile.testing import MoECase
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Variants of a few chunks, and their ops."""
+    variants = {
+        name: dataclasses.replace(row, hidden_size=1024, intermediate_size=512, top_k=2)
+        for name, row in parity_device.VARIANTS.items()
+        if name in ("glm", "muse")
+    }
+    monkeypatch.setattr(parity_device, "VARIANTS", variants)
+    library = emulated_ops.register()
+    yield
+    library._destroy()
+
+
+def test_right_kernels_pass(small: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parity_device.check(("muse",), CPU, parity_device.lazy_run, quick=True)
+    said = capsys.readouterr().out
+    assert said.count("muse     ") == 8
+    assert said.splitlines()[-2:] == ["PARITY PASS", "SIG_DEVICE PASS"]
+    assert parity_device.unpack(CPU) == ""
+
+
+def test_wrong_results_fail(
+    small: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(cases: Sequence[MoECase]) -> list[Tensor]:
+        # A cache by input signature: the second of two calls gets the first one's result.
+        results = parity_device.lazy_run(cases)
+        return [results[0] * 1.01 for _ in results]
+
+    assert not parity_device.check(("muse",), CPU, wrong, quick=True)
+    parity, signature = capsys.readouterr().out.splitlines()[-2:]
+    assert parity.startswith("PARITY FAIL: worst rel_l2 1.0")
+    assert signature == "SIG_DEVICE FAIL: in one graph other results than alone: muse"
+    monkeypatch.setattr(
+        parity_device.mxfp4, "unpack", lambda weight, scale: torch.ones(len(weight), 1).bfloat16()
+    )
+    assert parity_device.unpack(CPU) == "mxk_deq of w13, expert 0, is not the exact unpack"
+
+
+def test_an_op_that_does_not_run_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        parity_device, "self_check", lambda device: {"custom_op::mxk_w2x": "no kernel", "b": None}
+    )
+    assert not parity_device.check(("glm",), CPU, parity_device.lazy_run)
+    assert capsys.readouterr().out == "PARITY FAIL: custom_op::mxk_w2x does not run: no kernel\n"
+
+
+def test_compiled_calls_go_through_the_backend() -> None:
+    row = dataclasses.replace(parity_device.VARIANTS["glm"], hidden_size=256, intermediate_size=128, top_k=2)
+    cases = [parity_device.parity._case(row, 3, "hot", 1.0, seed) for seed in (0, 1)]
+    for case, result in zip(cases, parity_device.compiled_run("aot_eager")(cases), strict=True):
+        assert parity_device.parity._error(result, case.reference(round_intermediate=True)) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "hpu"], "--device hpu without --lib; allowed: --device hpu with --lib DIR"),
+        (["--device", "tpc-emulated", "--lib", "x"], "--device tpc-emulated with --lib; allowed: "),
+        (["--device", "hpu", "--lib", "nowhere"], "nowhere/MANIFEST: it is not there; allowed: "),
+    ],
+)
+def test_refused_command_lines(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_another_variant_and_no_bridge(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    manifest = Manifest("glm-0", "glm", [], {}, {}, {}, {})
+    monkeypatch.setattr(parity_device, "read_manifest", lambda folder: manifest)
+    assert main(["parity", "--device", "hpu", "--lib", str(tmp_path), "--variant", "kimi"]) == 2
+    assert "variant kimi with a build of glm; allowed: variants that the build" in capsys.readouterr().err
+    assert main(["parity", "--device", "hpu", "--lib", str(tmp_path)]) == 2
+    assert "mxk parity: No module named 'habana_frameworks'" in capsys.readouterr().err
