@@ -12,6 +12,7 @@ import pathlib
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from mxk_compile.checkpoint import Checkpoint
 from mxk_compile.kernels import MoEDesc, tpc
 from mxk_compile.kernels.tpc import emulate, emulated_ops, time_model
 from mxk_compile.kernels.tpc.signatures import KERNELS, VARIANT_KERNELS
+from mxk_compile.ops.dequant import dequantize
 from mxk_compile.ops.formats import mxfp4
 from mxk_compile.ops.moe import activate, split_rows
 from mxk_compile.testing import MoECase, rel_l2, variant_case
@@ -30,8 +32,8 @@ from mxk_compile.variants import VARIANTS, MoEVariant
 MAX_REL_L2 = 1.8e-3
 """Of a kernel against fp32 with a bf16 intermediate; the rounding of the bf16 result alone is 1.66e-3."""
 DOCUMENT_VARIANTS = ("gptoss", "glm", "dsv41", "muse", "kimi")
-"""The published five; `mimo` runs the kernels of glm at its own sizes."""
-NAMES = (*DOCUMENT_VARIANTS, "mimo")
+"""The published five. `mimo` runs the kernels of glm at its own sizes; `kimi_int4` is beyond the document."""
+NAMES = (*DOCUMENT_VARIANTS, "mimo", "kimi_int4")
 LOCAL_EXPERTS, ALL_EXPERTS, FIRST_LOCAL = 8, 16, 4
 _RMS = (1.0, 4.0)  # 4 drives the clamps of SwiGLU
 _ROUTER_MODEL = pathlib.Path(__file__).parent.parent / "models" / "tiny-gptoss"
@@ -219,6 +221,8 @@ def stock(case: MoECase) -> Tensor:
 
 
 def _stock_call(case: MoECase, ids: Tensor, weights: Tensor) -> Tensor:
+    if case.attributes["weight_format"] == "uint4":
+        return _stock_int4(case, ids, weights)
     lists = [list(tensor) for tensor in (case.w13, case.w2)]
     scales = [list(tensor) for tensor in (case.w13_scale, case.w2_scale)]
     common = {"block_size": mxfp4.BLOCK, "permuted_weights": True, "is_fp4": True}
@@ -232,6 +236,25 @@ def _stock_call(case: MoECase, ids: Tensor, weights: Tensor) -> Tensor:
         return result
     arguments = (case.hidden_states, ids, weights, *lists, *scales)
     result = op.mxfp4_fused_weights(*arguments, **common, **local, activation="silu")
+    return result
+
+
+def _stock_int4(case: MoECase, ids: Tensor, weights: Tensor) -> Tensor:
+    """What vllm-gaudi does with INT4: weights converted to bf16, then the bf16 op."""
+    lists = [
+        [
+            dequantize(*part, None, weight_format="uint4", pack_dim="input", dtype=torch.bfloat16)
+            for part in pairs
+        ]
+        for pairs in (
+            zip(case.w13, case.w13_scale, strict=True),
+            zip(case.w2, case.w2_scale, strict=True),
+        )
+    ]
+    local = {"experts_min": FIRST_LOCAL, "experts_max": FIRST_LOCAL + len(case.w2) - 1}
+    result: Tensor = torch.ops.hpu.mixture_of_experts.fused_weights(
+        case.hidden_states, ids, weights, *lists, permuted_weights=True, activation="silu", **local
+    )
     return result
 
 
@@ -262,7 +285,7 @@ def _same_alone_and_together(variant: str) -> bool:
 
     def both(*values: Tensor) -> tuple[Tensor, ...]:
         parts = (first, values[: len(names)]), (second, values[len(names) :])
-        cases = [dataclasses.replace(case, **dict(zip(names, part, strict=True))) for case, part in parts]
+        cases = [dataclasses.replace(case, **_named(names, part)) for case, part in parts]
         return tuple(map(run_case, cases))
 
     with emulated_ops.recorded(emulated_ops.Build(workers=2)):
@@ -271,6 +294,10 @@ def _same_alone_and_together(variant: str) -> bool:
         together = graph(*inputs)
     same = all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
     return same and not torch.equal(*alone)
+
+
+def _named(names: Sequence[str], values: Sequence[Tensor]) -> dict[str, Any]:
+    return dict(zip(names, values, strict=True))
 
 
 def _prefill(quick: bool) -> str:

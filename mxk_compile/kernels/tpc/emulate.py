@@ -33,7 +33,7 @@ MAX_TENSORS, MAX_SCALARS = 16, 32  # of a TPC node (User Guide)
 SMALL_VLM_BYTES, VLM_BYTES, SLM_BYTES = 16 * 1024, 80 * 1024, 16 * 1024  # small: a kernel that uses LOOKUP
 
 _FLAGS = (
-    *("-std=gnu++17", "-O1", "-march=native", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern"),
+    *("-std=gnu++17", "-O2", "-march=native", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern"),
     *("-fPIC", "-shared", "-fvisibility=hidden", "-fno-gnu-unique", "-w"),
 )
 _MAX_RANK = 5
@@ -311,7 +311,9 @@ def _compile(path: pathlib.Path, flags: Sequence[str], work: pathlib.Path) -> pa
     names = (f'-DMXK_KERNEL_SOURCE="{path.resolve()}"', f'-DMXK_KERNEL_NAME="{path.stem}"')
     command = [compiler(), *_FLAGS, *flags, *names]
     runner = str(EMULATOR / "runner.cpp")
-    preprocessed = _run(path, [*command, "-DMXK_LOCALS=", "-E", "-P", runner])
+    # The kernel alone: its `__local__` variables do not depend on the emulator.
+    only = (compiler(), "-E", "-P", "-x", "c++", *flags, str(path))
+    preprocessed = _run(path, only)
     variables = "".join(f"MXK_LOCAL({name})" for name in local_variables(preprocessed))
     library = work / "kernel.so"
     _run(path, [*command, f"-DMXK_LOCALS={variables}", "-o", str(library), runner])
@@ -320,7 +322,7 @@ def _compile(path: pathlib.Path, flags: Sequence[str], work: pathlib.Path) -> pa
 
 def local_variables(preprocessed: str) -> list[str]:
     """Names of the `__local__` variables of a preprocessed source."""
-    declarations = re.findall(r'__attribute__\(\(section\("tpc_local"\)\)\)([^;]*);', preprocessed)
+    declarations = re.findall(r"\b__local(?:__)?\b([^;]*);", preprocessed)
     names = []
     for declaration in declarations:
         without_extents = re.sub(r"\[[^\]]*\]", "", declaration)

@@ -73,7 +73,7 @@ template <class V> TPC_INLINE void shift_counts(const V &b, const char *name) {
 } // namespace tpc_emulator
 
 #define TPC_BINARY(P, V, B, NAME, OPERATION, EXPRESSION)                                                      \
-    TPC_INLINE V v_##P##_##NAME##_b(V a, B b, int switches = 0, V income = tpc_emulator::Unset(), bool predicate = 1, \
+    TPC_OP V v_##P##_##NAME##_b(V a, B b, int switches = 0, V income = tpc_emulator::Unset(), bool predicate = 1, \
                                     bool polarity = 0) {                                                      \
         using namespace tpc_emulator;                                                                         \
         no_switches(switches, 0, "v_" #P "_" #NAME "_b");                                                     \
@@ -111,7 +111,7 @@ TPC_BINARY(bf16, bfloat128, bfloat128, mul, mul, joined(rounded(even(a) * even(b
 
 // ---- a op b ? c : d ------------------------------------------------------------------------------------------------
 #define TPC_SELECT(NAME, SYMBOL, P, V, Q, C)                                                                  \
-    TPC_INLINE V v_##P##_sel_##NAME##_##Q##_b(C a, C b, V c, V d, int switches = 0, V income = tpc_emulator::Unset(), \
+    TPC_OP V v_##P##_sel_##NAME##_##Q##_b(C a, C b, V c, V d, int switches = 0, V income = tpc_emulator::Unset(), \
                                               bool predicate = 1, bool polarity = 0) {                        \
         using namespace tpc_emulator;                                                                         \
         no_switches(switches, 0, "v_" #P "_sel_" #NAME "_" #Q "_b");                                          \
@@ -130,7 +130,7 @@ TPC_SELECTS(u8, uchar256, u8, uchar256)
 
 // ---- one operand ---------------------------------------------------------------------------------------------------
 #define TPC_UNARY(NAME, R, A, OPERATION, ALLOWED, EXPRESSION)                                                 \
-    TPC_INLINE R NAME(A a, int switches = 0, R income = tpc_emulator::Unset(), bool predicate = 1, bool polarity = 0) { \
+    TPC_OP R NAME(A a, int switches = 0, R income = tpc_emulator::Unset(), bool predicate = 1, bool polarity = 0) { \
         using namespace tpc_emulator;                                                                         \
         no_switches(switches, ALLOWED, #NAME);                                                                \
         written(#NAME, a);                                                                                    \
@@ -165,7 +165,7 @@ TPC_UNARY(v_convert_f32_to_i32_b, int64, float64, convert, SW_RD, to_integers(a,
 TPC_UNARY(v_convert_i32_to_f32_b, float64, int64, convert, 0, float64::of(map<float>([](auto x) { return __builtin_convertvector(x, Floats::Piece); }, a.d)))
 
 // ---- multiply-accumulate; 16 -> 32 bits: v1 = even lanes, v2 = odd lanes ----------------------------------------------
-TPC_INLINE float64 v_f32_mac_b(float64 a, float64 b, float64 accumulator, int switches = 0, bool predicate = 1, bool polarity = 0) {
+TPC_OP float64 v_f32_mac_b(float64 a, float64 b, float64 accumulator, int switches = 0, bool predicate = 1, bool polarity = 0) {
     using namespace tpc_emulator;
     no_switches(switches, SW_NEG, "v_f32_mac_b");
     written("v_f32_mac_b", a, b, accumulator);
@@ -173,7 +173,7 @@ TPC_INLINE float64 v_f32_mac_b(float64 a, float64 b, float64 accumulator, int sw
     if (predicate == polarity) return accumulator;
     return accumulated(fused(switches & SW_NEG ? negative(a.d) : a.d, b.d, accumulator.d), accumulator.last_mac);
 }
-TPC_INLINE float128 v_bf16_mac_acc32_b(bfloat128 a, bfloat128 b, float128 accumulator, int switches = 0, bool predicate = 1,
+TPC_OP float128 v_bf16_mac_acc32_b(bfloat128 a, bfloat128 b, float128 accumulator, int switches = 0, bool predicate = 1,
                                        bool polarity = 0) {
     using namespace tpc_emulator;
     no_switches(switches, SW_NEG, "v_bf16_mac_acc32_b");
@@ -184,7 +184,7 @@ TPC_INLINE float128 v_bf16_mac_acc32_b(bfloat128 a, bfloat128 b, float128 accumu
     return {accumulated(fused(negated ? negative(even(a)) : even(a), even(b), accumulator.v1.d), accumulator.v1.last_mac),
             float64::of(fused(negated ? negative(odd(a)) : odd(a), odd(b), accumulator.v2.d))};
 }
-TPC_INLINE float128 v_bf16_mul_acc32_b(bfloat128 a, bfloat128 b, int switches = 0,
+TPC_OP float128 v_bf16_mul_acc32_b(bfloat128 a, bfloat128 b, int switches = 0,
                                        float128 income = {tpc_emulator::Unset(), tpc_emulator::Unset()}, bool predicate = 1,
                                        bool polarity = 0) {
     using namespace tpc_emulator;
@@ -194,7 +194,7 @@ TPC_INLINE float128 v_bf16_mul_acc32_b(bfloat128 a, bfloat128 b, int switches = 
     if (predicate == polarity) return income;
     return {accumulated(even(a) * even(b), 0), float64::of(odd(a) * odd(b))};
 }
-TPC_INLINE bfloat128 v_convert_f32_to_bf16_all_b(float128 src, int switches = 0, bfloat128 income = tpc_emulator::Unset(),
+TPC_OP bfloat128 v_convert_f32_to_bf16_all_b(float128 src, int switches = 0, bfloat128 income = tpc_emulator::Unset(),
                                                  bool predicate = 1, bool polarity = 0) {
     using namespace tpc_emulator;
     no_switches(switches, 0, "v_convert_f32_to_bf16_all_b");
@@ -202,7 +202,7 @@ TPC_INLINE bfloat128 v_convert_f32_to_bf16_all_b(float128 src, int switches = 0,
     count(op_convert);
     return chosen(joined(rounded(src.v1.d), rounded(src.v2.d)), income, predicate != polarity);
 }
-TPC_INLINE float128 v_convert_bf16_to_f32_all_b(bfloat128 src, int switches = 0,
+TPC_OP float128 v_convert_bf16_to_f32_all_b(bfloat128 src, int switches = 0,
                                                 float128 income = {tpc_emulator::Unset(), tpc_emulator::Unset()},
                                                 bool predicate = 1, bool polarity = 0) {
     using namespace tpc_emulator;

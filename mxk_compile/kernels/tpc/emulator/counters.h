@@ -11,6 +11,9 @@
 #include <type_traits>
 #include <utility>
 
+// An intrinsic is one call, what it is made of is inlined: inlining everything takes twice the build time and, as one huge
+// stack frame, is no faster.
+#define TPC_OP __attribute__((noinline)) inline
 #define TPC_INLINE __attribute__((always_inline)) inline
 
 // Issue slots: User Guide, TPCSchedule.td. The third column is slot cycles: LOOKUP takes two (TPCHazardRecognizer.cpp).

@@ -115,9 +115,8 @@ TPC_LANE_ID(read_lane_id_4b_b, uint64) TPC_LANE_ID(read_lane_id_2b_b, ushort128)
 #define V_LANE_ID_16 read_lane_id_2b_b()
 #define V_LANE_ID_8 read_lane_id_1b_b()
 
-// INLINE: TPC_INLINE for the two types of the chunk loop; a call for the others, which keeps builds short.
-#define TPC_MOVES(P, V, INLINE)                                                                                     \
-    INLINE V v_##P##_mov_dual_group_all_b(V a, const uint32_t b, const int sdg0, const int sdg1, const int sdg2, \
+#define TPC_MOVES(P, V)                                                                                     \
+    TPC_OP V v_##P##_mov_dual_group_all_b(V a, const uint32_t b, const int sdg0, const int sdg1, const int sdg2, \
                                               const int sdg3, int switches, V income, bool predicate = 1,     \
                                               bool polarity = 0) {                                            \
         using namespace tpc_emulator;                                                                         \
@@ -128,7 +127,7 @@ TPC_LANE_ID(read_lane_id_4b_b, uint64) TPC_LANE_ID(read_lane_id_2b_b, ushort128)
         return dual_groups_moved(a, b, {sdg0, sdg1, sdg2, sdg3},                                              \
                                  {switches >> 16 & 3, switches >> 18 & 3, switches >> 20 & 3, switches >> 22 & 3}, income); \
     }                                                                                                         \
-    INLINE V v_##P##_mov_dual_group_b(V a, const uint32_t b, const int src_dg, const int dest_dg, int switches, \
+    TPC_OP V v_##P##_mov_dual_group_b(V a, const uint32_t b, const int src_dg, const int dest_dg, int switches, \
                                           V income, bool predicate = 1, bool polarity = 0) {                  \
         using namespace tpc_emulator;                                                                         \
         no_switches(switches, MkWr(1, 1), "v_" #P "_mov_dual_group_b");                                       \
@@ -140,21 +139,19 @@ TPC_LANE_ID(read_lane_id_4b_b, uint64) TPC_LANE_ID(read_lane_id_2b_b, ushort128)
                                  {dest_dg == 0 ? on : 0, dest_dg == 1 ? on : 0, dest_dg == 2 ? on : 0,        \
                                   dest_dg == 3 ? on : 0}, income);                                            \
     }                                                                                                         \
-    INLINE V v_##P##_mov_group_b(V a, uint32_t b, int switches, V income, bool predicate = 1, bool polarity = 0) { \
+    TPC_OP V v_##P##_mov_group_b(V a, uint32_t b, int switches, V income, bool predicate = 1, bool polarity = 0) { \
         using namespace tpc_emulator;                                                                         \
         no_switches(switches, 63, "v_" #P "_mov_group_b");                                                    \
         written("v_" #P "_mov_group_b", a);                                                                   \
         count(op_mov_group);                                                                                  \
         return predicate == polarity ? income : groups_swapped(a, b, switches, income);                       \
     }                                                                                                         \
-    INLINE V v_##P##_shuffle_b(V a, uchar256 b, int switches, V income, bool predicate = 1, bool polarity = 0) { \
+    TPC_OP V v_##P##_shuffle_b(V a, uchar256 b, int switches, V income, bool predicate = 1, bool polarity = 0) { \
         using namespace tpc_emulator;                                                                         \
         no_switches(switches, 0, "v_" #P "_shuffle_b");                                                       \
         written("v_" #P "_shuffle_b", a, b);                                                                  \
         count(op_shuffle);                                                                                    \
         return predicate == polarity ? income : shuffled("v_" #P "_shuffle_b", a, b, income);                 \
     }
-#define TPC_CALL __attribute__((noinline)) inline
-TPC_MOVES(f32, float64, TPC_CALL) TPC_MOVES(i32, int64, TPC_CALL) TPC_MOVES(u32, uint64, TPC_CALL)
-TPC_MOVES(i16, short128, TPC_CALL) TPC_MOVES(u16, ushort128, TPC_INLINE) TPC_MOVES(bf16, bfloat128, TPC_CALL)
-TPC_MOVES(i8, char256, TPC_CALL) TPC_MOVES(u8, uchar256, TPC_INLINE)
+TPC_MOVES(f32, float64) TPC_MOVES(i32, int64) TPC_MOVES(u32, uint64) TPC_MOVES(i16, short128)
+TPC_MOVES(u16, ushort128) TPC_MOVES(bf16, bfloat128) TPC_MOVES(i8, char256) TPC_MOVES(u8, uchar256)

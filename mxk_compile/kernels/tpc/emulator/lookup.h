@@ -51,7 +51,7 @@ TPC_INLINE void check_lookup(const char *name, int switches, int index, int form
 
 } // namespace tpc_emulator
 
-TPC_INLINE bfloat128 v_bf16_lookup_1c(ushort128 a, int fid, int switches, bfloat128 income, bool predicate = 1, bool polarity = 0) {
+TPC_OP bfloat128 v_bf16_lookup_1c(ushort128 a, int fid, int switches, bfloat128 income, bool predicate = 1, bool polarity = 0) {
     using namespace tpc_emulator;
     check_lookup("v_bf16_lookup_1c", switches, fid - MXK_FID_E2M1, MXK_FID_E2M1, a, 16);
     count(op_lookup_1c);
@@ -66,7 +66,7 @@ TPC_INLINE bfloat128 v_bf16_lookup_1c(ushort128 a, int fid, int switches, bfloat
     return r;
 }
 
-TPC_INLINE bfloat256 v_bf16_lookup_2c(ushort128 a, int fid, int switches, bfloat256 income, bool predicate = 1, bool polarity = 0) {
+TPC_OP bfloat256 v_bf16_lookup_2c(ushort128 a, int fid, int switches, bfloat256 income, bool predicate = 1, bool polarity = 0) {
     using namespace tpc_emulator;
     check_lookup("v_bf16_lookup_2c", switches, fid - MXK_FID_E2M1_PAIR, MXK_FID_E2M1_PAIR, a, 256);
     count(op_lookup_2c);

@@ -116,7 +116,7 @@ TPC_INLINE int unsigned_byte(int8_t value) { return uint8_t(value); }
 } // namespace tpc_emulator
 
 #define TPC_TENSOR_ACCESS(P, V)                                                                               \
-    TPC_INLINE V v_##P##_ld_tnsr_b(int5 ndx, const int8_t tensor, int switches = 0, V income = tpc_emulator::Unset(), \
+    TPC_OP V v_##P##_ld_tnsr_b(int5 ndx, const int8_t tensor, int switches = 0, V income = tpc_emulator::Unset(), \
                                    bool predicate = 1, bool polarity = 0) {                                   \
         return tpc_emulator::load("v_" #P "_ld_tnsr_b", ndx, tensor, switches, income, predicate != polarity); \
     }                                                                                                         \
