@@ -193,19 +193,19 @@ _rule = register_no_backward(torch.ops.mxk.moe.default)
 register_no_backward(torch.ops.mxk.moe.lists)
 
 
-def enter_directly(implementation: Callable[..., Tensor]) -> None:
-    """Registers the CPU implementation of `mxk::moe`, also ahead of autograd for calls that need no gradient.
+def enter_directly(implementation: Callable[..., Tensor], device: str) -> None:
+    """Registers an implementation of `mxk::moe` for "CPU" or "CUDA", also ahead of autograd for calls without gradient.
 
-    Where the CPU would be next (no mode, subclass or transform in between), that saves the dispatcher's second round.
+    Where the device is next (no mode, subclass or transform in between), that saves the dispatcher's second round.
     """
     below = torch._C._after_autograd_keyset
-    plain_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).raw_repr()
+    plain = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device)).raw_repr()
 
     def dispatch(keyset: torch._C.DispatchKeySet, *args: Any, **attributes: Any) -> Any:
         needs_gradient = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
-        if not needs_gradient and (keyset & below).raw_repr() == plain_cpu:
+        if not needs_gradient and (keyset & below).raw_repr() == plain:
             return implementation(*args, **attributes)
         return _rule(keyset, *args, **attributes)
 
-    library.impl("moe", implementation, "CPU")
-    library.impl("moe", dispatch, "AutogradCPU", with_keyset=True)
+    library.impl("moe", implementation, device)
+    library.impl("moe", dispatch, f"Autograd{device}", with_keyset=True)
