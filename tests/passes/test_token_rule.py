@@ -121,3 +121,22 @@ def test_graph_without_shapes_stays_stock() -> None:
         module(*case.routing, case.w13, case.w2, case.w13_scale, case.w2_scale),
         call(*case.routing, case.w13, case.w2, case.w13_scale, case.w2_scale),
     )
+
+
+@pytest.mark.parametrize(
+    ("low", "can_guard", "fused", "guards"), [(0, True, True, 1), (0, False, False, 0), (1, False, True, 0)]
+)
+def test_fewest_tokens(low: int, can_guard: bool, fused: bool, guards: int) -> None:
+    """T = 0 must never reach a kernel that needs a token: by bounds, else by a guard, else not at all."""
+    size = symbol(8, low, 16)
+    rule = token_rule.decide(size, 32, can_guard, fewest=1)
+    assert (rule.reason is None) == fused
+    assert len(size.node.shape_env.guards) == guards
+    if not fused:
+        assert rule.reason == "T may be below 1, the fewest tokens of the fused kernels"
+
+
+def test_fewest_tokens_static() -> None:
+    assert token_rule.decide(0, 32, True, fewest=1).reason is not None
+    assert token_rule.decide(1, 32, True, fewest=1).reason is None
+    assert token_rule.decide(0, 32, True).reason is None
