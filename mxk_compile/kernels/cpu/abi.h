@@ -49,4 +49,6 @@ MXK_EXPORT int mxk_cpu_moe(const MxkMoe* call);                // 0, or 1 when s
 MXK_EXPORT int mxk_cpu_select(const char* isa);                // 0, or 1 when this machine or build lacks it
 MXK_EXPORT const char* mxk_cpu_isa();                          // what runs: "avx512", ...
 MXK_EXPORT const char* mxk_cpu_threads();                      // the OpenMP runtime in use, or "none"
+// Routes that an expert must have to take the matrix unit, for tests and for measuring the crossover; 0: as measured.
+MXK_EXPORT void mxk_cpu_matrix_rows(int64_t rows);
 MXK_EXPORT int64_t mxk_cpu_scratch_bytes();                    // the largest scratch of the calling thread so far

@@ -21,10 +21,7 @@ namespace {
 
 // ---- products ------------------------------------------------------------------------------------------------------
 
-#if !defined(MXK_AMX_AHEAD)
-#define MXK_AMX_AHEAD 3
-#endif
-constexpr int64_t kAhead = MXK_AMX_AHEAD;  // chunks that rows are fetched ahead
+constexpr int64_t kAhead = 3;  // chunks that rows are fetched ahead
 
 template <class F, int... I>
 inline __attribute__((always_inline)) void unroll(F&& f, std::integer_sequence<int, I...>) {
@@ -138,11 +135,11 @@ void multiply_rows(const MatrixCall& call, int first, const MatrixScratch& scrat
     }
   };
   if (call.num_strips <= 3) return run(0, call.num_strips);
-  const int passes = (call.num_strips + 2) / 3;
+  const int passes = call.num_strips / 2;  // 2 x 2 needs the fewest tile loads for a multiplication
   for (span.first = 0; span.first < span.chunks; span.first = span.end) {
     span.end = std::min(span.first + 2, span.chunks), span.unpack = true;
-    for (int p = 0, s = 0; p < passes; ++p) {  // of equal size
-      const int count = (call.num_strips - s + passes - p - 1) / (passes - p);
+    for (int p = 0, s = 0; p < passes; ++p) {
+      const int count = (call.num_strips - s) / (passes - p);
       run(s, count);
       s += count, span.unpack = false;
     }
@@ -341,10 +338,8 @@ void join(const MatrixCall& call, int tile, const MatrixScratch& scratch, float 
   }
 }
 
-#if !defined(MXK_AMX_LEAST)
-#define MXK_AMX_LEAST {2, 2, 2}
-#endif
-constexpr MatrixUnit kUnit = {MXK_AMX_LEAST, tiles_begin, tiles_end, pack, multiply, activate, tiny, join};
+// Crossovers: measured (docs/performance/cpu.md).
+constexpr MatrixUnit kUnit = {{5, 9, 9}, tiles_begin, tiles_end, pack, multiply, activate, tiny, join};
 
 }  // namespace
 

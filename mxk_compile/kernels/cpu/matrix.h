@@ -1,6 +1,6 @@
 // The part of the schedule that experts on a matrix unit take (tile.h). Included by moe.cpp alone.
 //
-// An expert takes the unit if it has MatrixUnit::least_rows routes in the slab. Vectors and weight rows that the unit would
+// An expert takes the unit if it has MatrixUnit::least_rows routes in the slab: results depend on whether it has. Vectors and weight rows that the unit would
 // flush or overflow take plain fp32 arithmetic (exact.h), alone.
 #pragma once
 #include "slab.h"
@@ -30,7 +30,7 @@ void choose_experts(Slab& s) {
   bool any = false;
   for (int64_t e = 0; e < c.experts; ++e) {
     const int64_t rows = s.start[e + 1] - s.start[e];
-    const bool unit = s.unit && rows >= s.unit->least_rows[c.format];
+    const bool unit = s.unit && rows >= s.least_rows;
     any |= unit;
     s.by_unit[e] = unit;
     s.h_first[e + 1] = s.h_first[e] + (unit ? strips_of(rows, kStripRoutes) * kStripRoutes : rows);

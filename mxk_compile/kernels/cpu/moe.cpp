@@ -21,6 +21,7 @@ constexpr int64_t kSlabRoutes = 4096;
 
 thread_local Arena arena;
 std::atomic<const Isa*> selected{nullptr};
+std::atomic<int64_t> matrix_rows{0};
 
 void sort_routes(Slab& s) {
   const MxkMoe& c = *s.call;
@@ -240,10 +241,12 @@ bool lay_out(Slab& s, int64_t tokens) {
   const int64_t routes = tokens * c.top_k, widest = c.hidden > c.intermediate ? c.hidden : c.intermediate;
   const int64_t x_bytes = vector_bytes(c.hidden), h_bytes = vector_bytes(c.intermediate);
   s.unit = c.output_packed ? nullptr : s.isa->matrix;
-  if (s.unit && routes < s.unit->least_rows[c.format]) s.unit = nullptr;
+  const int64_t asked = matrix_rows;
+  s.least_rows = asked > 0 ? asked : s.unit ? s.unit->least_rows[c.format] : 1;
+  if (routes < s.least_rows) s.unit = nullptr;
   s.down_tiles = down_tiles(s, routes);
   // Experts that may take the unit, and what their last strips may waste.
-  const int64_t on_unit = s.unit ? std::min(c.experts, routes / s.unit->least_rows[c.format]) : 0;
+  const int64_t on_unit = s.unit ? std::min(c.experts, routes / s.least_rows) : 0;
   const int64_t h_rows = routes + on_unit * (kStripRoutes - 1), x_strips = s.unit ? routes / kStripTokens + on_unit : 0;
   const int64_t unit_routes = s.unit ? routes : 0;
   const int64_t row_scales = s.unit && c.format != MXK_MXFP4 ? (groups_of(widest) + 15) / 16 * 16 : 0;
@@ -337,6 +340,8 @@ const char* mxk_cpu_isa() {
 }
 
 const char* mxk_cpu_threads() { return thread_runtime(); }
+
+void mxk_cpu_matrix_rows(int64_t rows) { matrix_rows = rows; }
 
 int64_t mxk_cpu_scratch_bytes() { return arena.size(); }
 

@@ -36,6 +36,7 @@ struct Slab {
   char* h_memory;     // rows of vector_bytes(I): h, then its chunks; or the strips of an expert, from a row on
   // Of experts on a matrix unit (matrix.h); null: none.
   const MatrixUnit* unit;
+  int64_t least_rows;  // routes that an expert on the unit has
   uint8_t* by_unit;   // [experts]
   int64_t* h_first;   // [experts + 1]: rows of h_memory before an expert's
   int64_t* x_first;   // [experts + 1]: strips of tokens before an expert's

@@ -1,4 +1,4 @@
-"""The kernel library with its tile unit emulated in plain C++, for machines that have none."""
+"""The tile unit for every expert: this machine's, or the kernel library with one that is emulated in plain C++."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,18 @@ import pytest
 from mxk_compile.kernels import cpu
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def amx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Selects "amx" and sends experts of any number of rows to the unit; the settings' choice is restored."""
+    if cpu._library().mxk_cpu_select(b"amx"):
+        emulated = request.getfixturevalue("emulated_amx")
+        monkeypatch.setattr(cpu, "_open", lambda: emulated)
+    cpu._library().mxk_cpu_matrix_rows(ctypes.c_int64(1))
+    yield
+    cpu._library().mxk_cpu_matrix_rows(ctypes.c_int64(0))
+    cpu._library().mxk_cpu_select(b"auto")
 
 
 @pytest.fixture(scope="session")

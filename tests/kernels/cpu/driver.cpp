@@ -98,10 +98,11 @@ int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 100;
   for (const char* isa : {"portable", "avx2", "avx512", "amx"}) {
     if (mxk_cpu_select(isa)) continue;
+    mxk_cpu_matrix_rows(1);
     for (int i = 0; i < rounds; ++i)
       if (!once()) return std::printf("%s: round %d differs\n", isa, i), 1;
   }
-  mxk_cpu_select("auto");
+  mxk_cpu_select("auto"), mxk_cpu_matrix_rows(0);
   // Two callers at once: scratch is per thread.
   std::vector<std::thread> callers;
   bool good[2] = {};

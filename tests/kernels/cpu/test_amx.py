@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,20 +12,12 @@ from torch import Tensor
 from mxk_compile.kernels import MoEDesc, cpu
 from mxk_compile.testing import MoECase, random_case, rel_l2
 
-pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+pytestmark = [
+    pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available())),
+    pytest.mark.usefixtures("amx"),
+]
 
 GPTOSS = {"activation": "swiglu_oai", "alpha": 1.702, "limit": 7.0, "bias": True, "row_order": "interleaved"}
-
-
-@pytest.fixture(autouse=True)
-def amx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The unit of this machine, or the emulated one."""
-    if cpu._library().mxk_cpu_select(b"amx"):
-        emulated = request.getfixturevalue("emulated_amx")
-        monkeypatch.setattr(cpu, "_open", lambda: emulated)
-    assert cpu.isa() == "amx"
-    yield
-    cpu._library().mxk_cpu_select(b"auto")
 
 
 def run(case: MoECase, tokens: slice = slice(None)) -> Tensor:
@@ -132,6 +124,20 @@ def test_int4_products_are_exact() -> None:
         case, w13_bias=w13_bias, w2_bias=torch.zeros(2, 64).bfloat16(), topk_weights=torch.ones(16, 1)
     )
     assert torch.equal(run(case), case.reference().bfloat16())
+
+
+def test_experts_with_few_rows_take_the_vector_path() -> None:
+    """3 and 2 routes: with 3 as the crossover, the second expert's results are those of avx512."""
+    case = random_case(num_tokens=5, num_experts=2, top_k=1, hidden_size=96, intermediate_size=64)
+    case = dataclasses.replace(case, topk_ids=torch.tensor([[0], [1], [0], [1], [0]]))
+    unit, library = run(case), cpu._library()
+    assert library.mxk_cpu_select(b"avx512") == 0
+    vector = run(case)
+    assert library.mxk_cpu_select(b"amx") == 0
+    library.mxk_cpu_matrix_rows(ctypes.c_int64(3))
+    mixed = run(case)
+    assert bits(mixed[[0, 2, 4]], unit[[0, 2, 4]])
+    assert bits(mixed[[1, 3]], vector[[1, 3]])
 
 
 def test_scratch_is_bounded() -> None:

@@ -47,13 +47,12 @@ def select(isa: str) -> bool:
 
 
 @pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set in turn, the tile unit emulated where there is none; settings' choice is restored."""
-    if not select(request.param):
-        if request.param != "amx":
-            pytest.skip(f"no {request.param} here")
-        emulated = request.getfixturevalue("emulated_amx")
-        monkeypatch.setattr(cpu, "_open", lambda: emulated)
+    if request.param == "amx":
+        request.getfixturevalue("amx")
+    elif not select(request.param):
+        pytest.skip(f"no {request.param} here")
     yield request.param
     select("auto")
 
