@@ -8,6 +8,7 @@ but memory): eight of sixteen are local. What runs is the code that a graph hold
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import time
 from collections.abc import Iterator, Sequence
@@ -38,6 +39,8 @@ LOCAL_EXPERTS, ALL_EXPERTS, FIRST_LOCAL = 8, 16, 4
 _RMS = (1.0, 4.0)  # 4 drives the clamps of SwiGLU
 _ROUTER_MODEL = pathlib.Path(__file__).parent.parent / "models" / "tiny-gptoss"
 _PREFILL_TOKENS = 256
+_SHARED_UNPACK = {"MXK_SHARE": 1}
+"""Build flag of the kernels: a row is unpacked once for up to four routes of an expert."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +106,7 @@ def _build(kernels: Sequence[str]) -> None:
 
 
 def _print_parity(names: Sequence[str], quick: bool) -> list[Row]:
-    header = f"{'variant':8}{'K':>6}{'I':>6}  {'routing':8}{'rms':>4}{'T':>7}{'routes':>8}"
+    header = f"{'variant':10}{'K':>6}{'I':>6}  {'routing':8}{'rms':>4}{'T':>7}{'routes':>8}"
     print(f"{header}  {'kernel rel_l2':21}{'stock rel_l2':21}{'VPU':>6}{'LOAD':>6}   (emulated)")
     rows: list[Row] = []
     for name in names:
@@ -123,7 +126,7 @@ def _table_row(rows: Sequence[Row]) -> str:
     kernel = f"{min(row.kernel_rel_l2 for row in rows):.2e} to {max(row.kernel_rel_l2 for row in rows):.2e}"
     stock = f"{min(row.stock_rel_l2 for row in rows):.2e} to {max(row.stock_rel_l2 for row in rows):.2e}"
     vpu, load = chunk_row_cycles([counters for row in rows for _, counters in row.counters])
-    left = f"{variant.name:8}{variant.hidden_size:6}{variant.intermediate_size:6}  {rows[0].routing:8}"
+    left = f"{variant.name:10}{variant.hidden_size:6}{variant.intermediate_size:6}  {rows[0].routing:8}"
     return f"{left}{rows[0].rms:4g}{tokens:>7}{routes:>8}  {kernel:21}{stock:21}{vpu:6.2f}{load:6.2f}"
 
 
@@ -346,19 +349,39 @@ def print_model(names: Sequence[str]) -> None:
         error = predicted / row.kernel_us - 1
         print(f"{row.variant:22}{row.routes:7}{row.kernel_us:14.1f}{predicted:13.1f}{error:8.1%}")
     library = emulated_ops.register()
-    header = f"{'variant':8}{'T':>4}{'routes':>7}{'VPU':>7}{'LOAD':>7}"
-    print(f"\n{header}{'published kernels us':>22}{'ours us':>10}   (modelled)")
+    header = f"{'variant':10}{'T':>4}{'routes':>7}{'published kernels us':>22}"
+    counts = " (VPU, LOAD)"
+    print("\nall local, top-k over the card's experts")
+    print(f"{header}{'ours us':>10}{counts}{'shared unpack us':>18}{counts}")
     for name in names:
         variant = VARIANTS[name]
-        for num_tokens in (1, tpc.token_range(_describe(_case(variant, 1, "hot", 1.0)))[1]):
-            with emulated_ops.recorded(emulated_ops.Build(workers=2)) as recorder:
-                run_case(_case(variant, num_tokens, "hot", 1.0))
-            vpu, load = chunk_row_cycles([counters for _, counters in recorder.calls])
-            routes = num_tokens * variant.top_k
-            sizes = variant.hidden_size, variant.intermediate_size, routes
-            left = f"{name:8}{num_tokens:4}{routes:7}{vpu:7.2f}{load:7.2f}"
-            print(
-                f"{left}{model.predict_us(*sizes):22.1f}{model.predict_us(*sizes, vpu, load):10.1f}",
-                flush=True,
-            )
+        for num_tokens in (1, tpc.token_range(_describe(_zeros(variant, 1)))[1]):
+            sizes = variant.hidden_size, variant.intermediate_size, num_tokens * variant.top_k
+            columns = [f"{name:10}{num_tokens:4}{sizes[2]:7}{model.predict_us(*sizes):22.1f}"]
+            for defines, width in (({}, 10), (_SHARED_UNPACK, 18)):
+                if defines and variant.weight_format != "mxfp4":
+                    continue  # that flag scales in bf16, which would round products of INT4
+                with emulated_ops.recorded(emulated_ops.Build(defines, workers=2)) as recorder:
+                    run_case(_zeros(variant, num_tokens))
+                cycles = chunk_row_cycles([counters for _, counters in recorder.calls])
+                columns.append(
+                    f"{model.predict_us(*sizes, *cycles):{width}.1f} ({cycles[0]:.2f}, {cycles[1]:.2f})"
+                )
+            print("".join(columns), flush=True)
+    print("modelled, from emulated counts; nothing here was measured")
     del library
+
+
+def _zeros(variant: MoEVariant, num_tokens: int) -> MoECase:
+    """A call with all of a card's experts, every route local, and weights of zeros: counts do not depend on them."""
+    hidden, inner, experts = variant.hidden_size, variant.intermediate_size, variant.num_experts
+    case = variant_case(variant, hidden_size=32, intermediate_size=32, num_tokens=num_tokens)
+    zeros = functools.partial(torch.zeros, dtype=torch.uint8)
+    case.hidden_states = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16)
+    case.w13, case.w2 = zeros(experts, 2 * inner, hidden // 2), zeros(experts, hidden, inner // 2)
+    scale = case.w13_scale.dtype
+    case.w13_scale = torch.zeros(experts, 2 * inner, hidden // 32, dtype=scale)
+    case.w2_scale = torch.zeros(experts, hidden, inner // 32, dtype=scale)
+    if variant.bias:
+        case.w13_bias, case.w2_bias = torch.zeros(experts, 2 * inner), torch.zeros(experts, hidden)
+    return case
