@@ -33,6 +33,7 @@ AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vbmi", "vnni")]
 # GCC 12 takes the undefined operands of its own intrinsics for mistakes.
 VECTOR = [*AVX512, "-mfma", "-mf16c", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 UNIT_FLAGS = {
+    "isa_portable.cpp": ["-mssse3"],
     "isa_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "isa_avx512.cpp": VECTOR,
     "isa_amx.cpp": VECTOR,  # its tile instructions are assembly

@@ -29,7 +29,7 @@ constexpr int kSmallest = 127 - 90, kLargest = 127 + 90;  // biased exponents of
 struct Vector {
   const void* raw;  // the values themselves: bf16, or fp32 if `wide`; fp32 values give way to their chunks
   bool wide;
-  int num_digits;  // 0: use raw; -1: raw too, but a matrix unit takes it; 1: int16 [4 groups][32] (isa_portable.cpp)
+  int num_digits;  // 0: use raw; -1: raw too, but a matrix unit takes it; 1: int16 [4 groups][32] (isa_baseline.cpp)
   const uint8_t* chunks;
 };
 
@@ -144,7 +144,8 @@ struct Isa {
   const MatrixUnit* matrix;  // null: none
 };
 
-const Isa* isa_portable();
+const Isa* isa_baseline();
+const Isa* isa_portable();  // isa_baseline() where this machine has no 128-bit byte shuffle
 const Isa* isa_avx2();    // null when this build or machine lacks it
 const Isa* isa_avx512();  // null when this build or machine lacks it
 const Isa* isa_amx();     // null when this build, machine or system lacks it; else avx512 and a matrix unit
