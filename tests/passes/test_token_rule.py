@@ -22,8 +22,9 @@ def symbol(hint: int, low: int = 2, high: int | None = None) -> torch.SymInt:
     environment = ShapeEnv()
     source = ConstantSource("T")
     bounds = StrictMinMaxConstraint(vr=ValueRanges(low, int_oo if high is None else high), warn_only=False)
+    may_be_0_or_1 = {"positive": None, "do_not_specialize_zero_one": True} if low < 2 else {}
     expression = environment.create_symbol(
-        hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=bounds
+        hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=bounds, **may_be_0_or_1
     )
     size = environment.create_symintnode(expression, hint=hint, source=source)
     assert isinstance(size, torch.SymInt)
