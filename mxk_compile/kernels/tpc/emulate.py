@@ -271,8 +271,17 @@ def compiler() -> str:
 
 
 def cache_folder() -> pathlib.Path:
-    """Where built kernels are kept, by hash of source, flags and compiler: a folder of this user's."""
-    return pathlib.Path(tempfile.gettempdir()) / f"mxk-tpc-emulator-{os.getuid()}"
+    """Where built kernels are kept, by hash of source, flags and compiler: a folder of this user's, made if need be.
+
+    Raises KernelError if somebody else has made it: libraries of theirs would run here.
+    """
+    folder = pathlib.Path(tempfile.gettempdir()) / f"mxk-tpc-emulator-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+        raise KernelError(
+            "TPC emulator", f"{folder} is not this user's own", "mode 0700", "remove it, or set TMPDIR"
+        )
+    return folder
 
 
 def _sources(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -293,7 +302,6 @@ def build(
     for file in (*_sources(EMULATOR), *_sources(path.parent)):
         digest.update(file.name.encode() + file.read_bytes())
     folder = cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = f"{path.stem}-{digest.hexdigest()[:16]}"
     libraries = [folder / f"{key}-{index}.so" for index in range(workers)]
     if not all(library.is_file() for library in libraries):

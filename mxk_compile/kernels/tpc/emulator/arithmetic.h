@@ -2,7 +2,7 @@
 #pragma once
 #include "types.h"
 
-enum { SW_NO_NEG = 0, SW_NEG = 2, SW_RHNE = 0 << 16, SW_RZ = 1 << 16, SW_RU = 2 << 16, SW_RD = 3 << 16 };
+enum { SW_NEG = 2, SW_RHNE = 0 << 16 };
 
 namespace tpc_emulator {
 
@@ -127,42 +127,6 @@ TPC_SELECTS(f32, float64, f32, float64) TPC_SELECTS(f32, float64, u32, uint64) T
 TPC_SELECTS(u32, uint64, u32, uint64) TPC_SELECTS(i32, int64, i32, int64) TPC_SELECTS(u32, uint64, f32, float64)
 TPC_SELECTS(i32, int64, f32, float64) TPC_SELECTS(u16, ushort128, u16, ushort128) TPC_SELECTS(bf16, bfloat128, u16, ushort128)
 TPC_SELECTS(u8, uchar256, u8, uchar256)
-
-// ---- one operand ---------------------------------------------------------------------------------------------------
-#define TPC_UNARY(NAME, R, A, OPERATION, ALLOWED, EXPRESSION)                                                 \
-    TPC_OP R NAME(A a, int switches = 0, R income = tpc_emulator::Unset(), bool predicate = 1, bool polarity = 0) { \
-        using namespace tpc_emulator;                                                                         \
-        no_switches(switches, ALLOWED, #NAME);                                                                \
-        written(#NAME, a);                                                                                    \
-        count(op_##OPERATION);                                                                                \
-        return chosen(R(EXPRESSION), income, predicate != polarity);                                          \
-    }
-namespace tpc_emulator {
-template <class F> TPC_INLINE float64 mapped(const float64 &a, F function) {
-    Floats r = a.d;
-    for (int i = 0; i < 64; i++) r.memory()[i] = function(r.memory()[i]);
-    return float64::of(r);
-}
-TPC_INLINE int64 to_integers(const float64 &a, int switches) { // saturating, NaN to 0
-    int64 r = 0;
-    for (int i = 0; i < 64; i++) {
-        const float given = a.d.memory()[i];
-        const float x = switches & SW_RD & SW_RZ && (switches & SW_RU) ? std::floor(given)
-                        : switches & SW_RZ                             ? std::trunc(given)
-                        : switches & SW_RU                             ? std::ceil(given)
-                                                                       : std::nearbyint(given);
-        r.d.memory()[i] = x >= 2147483648.0f ? INT32_MAX : x <= -2147483648.0f ? INT32_MIN : x == x ? int(x) : 0;
-    }
-    return r;
-}
-} // namespace tpc_emulator
-TPC_UNARY(v_f32_mov_b, float64, float64, mov, 0, a) TPC_UNARY(v_bf16_mov_b, bfloat128, bfloat128, mov, 0, a)
-TPC_UNARY(v_u32_mov_b, uint64, uint64, mov, 0, a) TPC_UNARY(v_u16_mov_b, ushort128, ushort128, mov, 0, a)
-TPC_UNARY(v_u8_mov_b, uchar256, uchar256, mov, 0, a) TPC_UNARY(v_i32_mov_b, int64, int64, mov, 0, a)
-TPC_UNARY(v_f32_abs_b, float64, float64, abs, 0, TPC_LANES(float64, as<uint32_t>(a.d) & 0x7fffffffu))
-TPC_UNARY(v_f32_nearbyint_b, float64, float64, nearbyint, 0, mapped(a, [](float x) { return std::nearbyint(x); }))
-TPC_UNARY(v_convert_f32_to_i32_b, int64, float64, convert, SW_RD, to_integers(a, switches))
-TPC_UNARY(v_convert_i32_to_f32_b, float64, int64, convert, 0, float64::of(map<float>([](auto x) { return __builtin_convertvector(x, Floats::Piece); }, a.d)))
 
 // ---- multiply-accumulate; 16 -> 32 bits: v1 = even lanes, v2 = odd lanes ----------------------------------------------
 TPC_OP float64 v_f32_mac_b(float64 a, float64 b, float64 accumulator, int switches = 0, bool predicate = 1, bool polarity = 0) {

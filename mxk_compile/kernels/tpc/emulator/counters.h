@@ -21,11 +21,10 @@
     X(ld_tnsr, load, 1) X(ld_tnsr_partial, load, 1) X(ld_g, load, 1) X(ld_l, load, 1) X(gen_addr, load, 1)  \
     X(mov_lane, load, 1) X(lookup_1c, load, 2) X(lookup_2c, load, 2) X(get_index, load, 1)                  \
     X(scalar, spu, 1) X(index_add, spu, 1)                                                                  \
-    X(add, vpu, 1) X(sub, vpu, 1) X(mul, vpu, 1) X(max, vpu, 1) X(min, vpu, 1) X(abs, vpu, 1)               \
-    X(logic, vpu, 1) X(shift, vpu, 1) X(compare, vpu, 1) X(select, vpu, 1) X(mov, vpu, 1)                   \
-    X(mac, vpu, 1) X(mac_acc32, vpu, 1) X(mul_acc32, vpu, 1) X(convert, vpu, 1) X(nearbyint, vpu, 1)        \
+    X(add, vpu, 1) X(sub, vpu, 1) X(mul, vpu, 1) X(max, vpu, 1) X(min, vpu, 1)               \
+    X(logic, vpu, 1) X(shift, vpu, 1) X(compare, vpu, 1) X(select, vpu, 1)                   \
+    X(mac, vpu, 1) X(mac_acc32, vpu, 1) X(mul_acc32, vpu, 1) X(convert, vpu, 1)        \
     X(lane_id, vpu, 1) X(shuffle, vpu, 1) X(mov_dual_group, vpu, 1) X(mov_group, vpu, 1)                    \
-    X(special, vpu, 1)                                                                                      \
     X(st_tnsr, store, 1) X(st_tnsr_partial, store, 1) X(st_l, store, 1)
 
 namespace tpc_emulator {

@@ -41,7 +41,6 @@
 #include "arithmetic.h"
 #include "lanes.h"
 #include "lookup.h"
-#include "special.h"
 
 #define MXK_REGION(name) tpc_emulator::state.region = tpc_emulator::Region::name
 #define MXK_CHUNK_ROWS(n) tpc_emulator::state.totals.chunk_rows += (n)

@@ -173,11 +173,6 @@ TPC_OPERATOR(+, op_add) TPC_OPERATOR(-, op_sub) TPC_OPERATOR(*, op_mul)
 TPC_OPERATOR(&, op_logic) TPC_OPERATOR(|, op_logic) TPC_OPERATOR(^, op_logic)
 #undef TPC_OPERATOR
 
-template <int N> struct Predicate {
-    bool lane[N];
-    uint32_t unset;
-};
-
 } // namespace tpc_emulator
 
 typedef tpc_emulator::Vector<float, 64> float64;
@@ -188,19 +183,9 @@ typedef tpc_emulator::Vector<unsigned short, 128> ushort128;
 typedef tpc_emulator::Vector<bf16, 128> bfloat128;
 typedef tpc_emulator::Vector<signed char, 256> char256;
 typedef tpc_emulator::Vector<unsigned char, 256> uchar256;
-typedef tpc_emulator::Predicate<64> bool64;
-typedef tpc_emulator::Predicate<128> bool128;
-typedef tpc_emulator::Predicate<256> bool256;
 
 struct float128 { float64 v1, v2; };
-struct int128 { int64 v1, v2; };
-struct uint128 { uint64 v1, v2; };
 struct bfloat256 { bfloat128 v1, v2; };
-struct ushort256 { ushort128 v1, v2; };
-struct short256 { short128 v1, v2; };
-struct float256 { float64 v1, v2, v3, v4; };
-typedef float128 float64_pair_t;
-typedef bfloat256 bfloat128_pair_t;
 
 struct int5 { // the only vector that is fully indexable
     int d[5];
