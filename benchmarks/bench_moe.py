@@ -12,6 +12,7 @@ before and after. Compare ratios of lines measured one after the other; times of
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import statistics
@@ -98,10 +99,13 @@ def implementation(name: str, case: MoECase) -> Callable[[Tensor, Tensor, Tensor
     return lambda *routed: op(*routed, w13, w2, *biases, w13_scale, w2_scale, **kept)
 
 
-def routing(case: MoECase, num_tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Fresh topk_ids over all experts and topk_weights."""
+def routing(case: MoECase, num_tokens: int, generator: torch.Generator, even: bool) -> tuple[Tensor, Tensor]:
+    """Fresh topk_ids over all experts, or dealt to them in turn, and topk_weights."""
     num_experts, top_k = len(case.w2), case.topk_ids.shape[1]
-    ids = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k, dim=1).indices
+    if even:
+        ids = (torch.arange(num_tokens * top_k) % num_experts).view(num_tokens, top_k)
+    else:
+        ids = torch.rand(num_tokens, num_experts, generator=generator).topk(top_k, dim=1).indices
     return ids, torch.softmax(torch.randn(num_tokens, top_k, generator=generator), dim=1)
 
 
@@ -123,7 +127,7 @@ def measure(arguments: argparse.Namespace, cases: list[MoECase], num_tokens: int
     runs = [implementation(arguments.impl, case) for case in cases]
     x = torch.randn(num_tokens, cases[0].hidden_states.shape[1], generator=generator).bfloat16()
 
-    ids, weights = routing(cases[0], num_tokens, generator)
+    ids, weights = routing(cases[0], num_tokens, generator, arguments.even)
     few = slice(0, CHECKED_TOKENS)
     checked = MoECase(x[few], ids[few], weights[few], *cases[0].weights, attributes=cases[0].attributes)
     error = rel_l2(runs[0](x, ids, weights)[few], checked.reference())
@@ -131,7 +135,7 @@ def measure(arguments: argparse.Namespace, cases: list[MoECase], num_tokens: int
     step, samples, rates = 0, [], []
     bandwidth = read_bandwidth(cases)
     for sample in range(arguments.samples + 1):
-        fresh = [routing(cases[0], num_tokens, generator) for _ in range(arguments.chain)]
+        fresh = [routing(cases[0], num_tokens, generator, arguments.even) for _ in range(arguments.chain)]
         start = time.perf_counter()
         for ids, weights in fresh:
             runs[step % len(runs)](x, ids, weights)
@@ -188,11 +192,20 @@ def main() -> None:
     parser.add_argument("--chain", type=int, default=8, help="calls a sample")
     parser.add_argument("--samples", type=int, default=30)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--even", action="store_true", help="as many rows for each expert: T k / E")
+    parser.add_argument(
+        "--matrix-rows",
+        type=int,
+        default=0,
+        help="rows from which an expert takes the tile unit; 0: as built",
+    )
     parser.add_argument("--quick", action="store_true", help="2 copies, 5 samples of 2 calls")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.copies, arguments.chain, arguments.samples = 2, 2, 5
     torch.set_num_threads(arguments.threads)
+    if arguments.matrix_rows:
+        cpu._library().mxk_cpu_matrix_rows(ctypes.c_int64(arguments.matrix_rows))
     with torch.inference_mode():
         cases = [make_case(arguments.variant, seed) for seed in range(arguments.copies)]
         for num_tokens in map(int, arguments.tokens.split(",")):
