@@ -55,6 +55,11 @@ inline bool has_dot() { return false; }
 #if defined(__linux__)
 #include <sys/auxv.h>
 #endif
+#if defined(__ARM_FEATURE_DOTPROD)
+#define MXK_ALLOW_DOT ""
+#else
+#define MXK_ALLOW_DOT ".arch armv8.2-a+dotprod\n\t"  // for the assembler
+#endif
 
 namespace {
 
@@ -75,7 +80,7 @@ inline Ints dot(Bytes low, Bytes high, Bytes even, Bytes odd) {
   const int8x16_t c = vreinterpretq_s8_u8(even), d = vreinterpretq_s8_u8(odd);
   if (Dot) {
     Ints sum = no_ints();
-    asm(".arch_extension dotprod\n\tsdot %0.4s, %1.16b, %3.16b\n\tsdot %0.4s, %2.16b, %4.16b"
+    asm(MXK_ALLOW_DOT "sdot %0.4s, %1.16b, %3.16b\n\tsdot %0.4s, %2.16b, %4.16b"
         : "+&w"(sum)
         : "w"(a), "w"(b), "w"(c), "w"(d));
     return sum;
