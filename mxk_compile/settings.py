@@ -9,7 +9,7 @@ from typing import Any
 
 from mxk_compile.errors import SettingsError
 
-CPU_ISAS = ("auto", "portable", "avx2", "avx512", "amx")
+CPU_ISAS = ("auto", "baseline", "portable", "avx2", "avx512", "amx")
 
 
 @dataclasses.dataclass(frozen=True)

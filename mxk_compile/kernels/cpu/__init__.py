@@ -92,7 +92,7 @@ def available() -> str | None:
 
 
 def isa() -> str:
-    """Instruction set that runs: "avx512", "avx2" or "portable". Raises KernelError if the library is missing."""
+    """Instruction set that runs, one of settings.CPU_ISAS. Raises KernelError if the library is missing."""
     return str(_library().mxk_cpu_isa().decode())
 
 

@@ -327,7 +327,7 @@ int64_t mxk_cpu_abi() { return int64_t(sizeof(MxkMoe)); }
 
 int mxk_cpu_select(const char* name) {
   const Isa* isa = std::strcmp(name, "auto") == 0 ? best() : nullptr;
-  for (const Isa* known : {isa_portable(), isa_avx2(), isa_avx512(), isa_amx()})
+  for (const Isa* known : {isa_baseline(), isa_portable(), isa_avx2(), isa_avx512(), isa_amx()})
     if (known && std::strcmp(name, known->name) == 0) isa = known;
   if (isa == nullptr) return 1;
   selected = isa;

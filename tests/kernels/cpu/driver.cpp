@@ -96,7 +96,7 @@ bool once() {
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 100;
-  for (const char* isa : {"portable", "avx2", "avx512", "amx"}) {
+  for (const char* isa : {"baseline", "portable", "avx2", "avx512", "amx"}) {
     if (mxk_cpu_select(isa)) continue;
     mxk_cpu_matrix_rows(1);
     for (int i = 0; i < rounds; ++i)

@@ -23,7 +23,7 @@ from mxk_compile.testing import MoECase, random_case, rel_l2
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
-ISAS = ("portable", "avx2", "avx512", "amx")
+ISAS = ("baseline", "portable", "avx2", "avx512", "amx")
 GPTOSS = {"activation": "swiglu_oai", "alpha": 1.702, "limit": 7.0, "bias": True, "row_order": "interleaved"}
 
 

@@ -19,7 +19,7 @@ from mxk_compile.variants import VARIANTS
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
-ISAS = ("portable", "avx2", "avx512", "amx")
+ISAS = ("baseline", "portable", "avx2", "avx512", "amx")
 GPTOSS = {"activation": "swiglu_oai", "alpha": 1.702, "limit": 7.0, "bias": True, "row_order": "interleaved"}
 FORMATS: dict[str, dict[str, Any]] = {
     "mxfp4": {},

@@ -19,7 +19,7 @@ from mxk_compile.ops.moe import reference
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
-ISAS = ("portable", "avx2", "avx512", "amx")
+ISAS = ("baseline", "portable", "avx2", "avx512", "amx")
 ID_DTYPES = (
     *(
         torch.uint8,
