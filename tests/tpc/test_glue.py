@@ -108,7 +108,7 @@ def test_a_node_gets_its_kernel_after_one_retry_for_the_buffer(
         words = ",".join(f"{word + 1:x}" for word in range(len(kernel.scalars))) or "-"
         size = 4 + len(kernel.name) * (index + 50)
         # Code 0 also says that asking once more, with more room, gave the same bytes and scalars.
-        assert line == f"0 1 1 24 {words} {'1' * len(kernel.inputs)}/1 {size} 1"
+        assert line == f"0 1 1 24 {words} {'1' * len(kernel.inputs)}/1 {size} 0 1"
 
 
 def refusals(kernel: Kernel, sizes: dict[str, int]) -> dict[str, str]:
@@ -211,7 +211,7 @@ def test_other_guids_devices_and_functions_reach_the_stock_library(image: object
         "manipulation 400 0",
         "version 42",
         "sum 3.75",
-        "itself 43",
+        "itself 2",
         "twice 42",
     ]
 

@@ -6,7 +6,7 @@
 //   graph_compiler LIBRARY node                   reads nodes from stdin, one a line:
 //       DEVICE GUID WORDS INPUTS OUTPUTS          WORDS: hex scalars "1,3fd9db23" or "-"; a tensor is dtype:AxBxC in
 //                                                 torch order; options after it: ":dynamic", ":transposed", ":null"
-//     writes a line each: code, tries, rank, points, words, accesses, elf bytes, touched (what a refusal changed)
+//     writes a line each: code, tries, rank, points, words, accesses, elf bytes, aux tensors, touched (what a refusal changed)
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -114,18 +114,21 @@ static void node(const std::string& line) {
   HabanaKernelInstantiation out;
   int code = 0, tries = 0;
   do {  // the graph compiler gives the room that was asked for, clears the rest and asks again
-    const uint32_t room = tries ? out.kernel.elfSize : 0;
+    const uint32_t room = tries ? out.kernel.elfSize : 16;
     elf.assign(room, 0);
     memset(&out, 0, sizeof out);
     out.inputTensorAccessPattern = reads.data();
     out.outputTensorAccessPattern = writes.data();
     out.auxiliaryTensors = aux.data();
     out.auxiliaryTensorNr = 16;
-    out.kernel.kernelElf = room ? elf.data() : nullptr;
+    out.kernel.kernelElf = elf.data();
     out.kernel.elfSize = room;
     code = instantiate(&params, &out);
   } while (code == GLUE_INSUFFICIENT_ELF_BUFFER && ++tries < 5);
-  if (code == GLUE_SUCCESS && tries) {  // once more with more room than needed: the same answer
+  if (code == GLUE_SUCCESS && tries) {  // once more with no buffer, then with more room than needed: the same answer
+    HabanaKernelInstantiation none = out;
+    none.kernel.kernelElf = nullptr;
+    if (instantiate(&params, &none) != GLUE_INSUFFICIENT_ELF_BUFFER || none.kernel.elfSize != elf.size()) code = -2;
     std::vector<unsigned char> again(elf.size() + 64, 0xEE);
     HabanaKernelInstantiation second;
     memset(&second, 0, sizeof second);
@@ -145,9 +148,9 @@ static void node(const std::string& line) {
   for (size_t i = 0; i < inputs.size(); ++i) accesses << reads[i].allRequired;
   accesses << '/' << writes[0].allRequired;
   const bool touched = out.indexSpaceRank || out.kernel.paramsNr || out.auxiliaryTensorNr != 16;
-  printf("%d %d %u %llu %s %s %zu %d\n", code, tries, out.indexSpaceRank,
+  printf("%d %d %u %llu %s %s %zu %u %d\n", code, tries, out.indexSpaceRank,
          static_cast<unsigned long long>(out.indexSpaceGeometry[0]), scalars.str().empty() ? "-" : scalars.str().c_str(),
-         accesses.str().c_str(), elf.size(), touched);
+         accesses.str().c_str(), elf.size(), out.auxiliaryTensorNr, touched);
 }
 
 static void others() {
@@ -189,7 +192,7 @@ static void others() {
 }
 
 int main(int count, char** arguments) {
-  library = dlopen(arguments[1], RTLD_NOW | RTLD_LOCAL);
+  library = dlopen(arguments[1], RTLD_NOW | RTLD_GLOBAL);  // its names come before the stock library's
   if (!library) return fprintf(stderr, "%s\n", dlerror()), 3;
   const std::string command = arguments[2];
   if (count > 3) return list(static_cast<DeviceId>(atoi(arguments[3])), command == "short");

@@ -42,7 +42,11 @@ EXPORT GlueCodeReturn GetSuggestedManipulation(const HabanaKernelParams*, void*)
 EXPORT uint64_t GetLibVersion() { return 42; }
 
 EXPORT double StockSum(int a, double b, int c, double d) { return a + b + c + d; }
-EXPORT uint64_t StockAsksItself() { return GetLibVersion() + 1; }
+EXPORT uint64_t StockAsksItself() {  // how many kernels it has: ours must not answer
+  uint32_t count = 0;
+  GetKernelGuids(DEVICE_ID_GAUDI2, &count, nullptr);
+  return count;
+}
 namespace stock {
 __attribute__((visibility("default"))) int twice(int a) { return 2 * a; }
 }  // namespace stock
