@@ -150,6 +150,7 @@ def gptoss(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Variant gptoss with one extra kernel."""
     folder = tmp_path_factory.mktemp("gptoss") / "lib"
     extra = str(STAND_INS / "extra")
-    code, said, error = run_cli(image, "build-tpc", "--extra-kernel", extra, str(folder))
+    define = "MXK_FID_E2M1=123"
+    code, said, error = run_cli(image, "build-tpc", "--extra-kernel", extra, "--define", define, str(folder))
     assert code == 0, error
     return Built(folder, said)

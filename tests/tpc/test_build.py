@@ -51,6 +51,7 @@ def test_a_build_holds_its_libraries_and_says_what_is_in_them(muse: Any, image: 
         embedded.add(hashlib.sha256(library[at : at + table + size * count]).hexdigest())
     assert embedded == {hashes["elf_sha256"] for hashes in manifest.kernels.values()}
     assert [line for line in muse.said.splitlines() if line[0].isdigit()][-1].startswith("8. write MANIFEST")
+    assert "NOT FOR A DEVICE YET" in muse.said.splitlines()[-1]
     assert not [path for path in muse.folder.parent.iterdir() if path != muse.folder], (
         "no temporary folder stays"
     )
@@ -60,6 +61,8 @@ def test_an_extra_kernel_joins_the_same_libraries(gptoss: Any, image: Any) -> No
     manifest = read_manifest(gptoss.folder)
     assert list(manifest.kernels) == ["mxk_w13xib", "mxk_w2xb", "demo_scale"]
     assert set(manifest.files) == {"libmxk_tpc.so", "libmxk_op_lazy.so"}
+    assert manifest.defines == ["MXK_FID_E2M1=123"]
+    assert gptoss.said.splitlines()[-1].startswith("built ")
     node = "3 demo_scale 40490fdb f32:4x5 f32:4x5\n3 demo_scale - f32:4x5 f32:4x5\n"
     command = [str(image.graph_compiler), str(gptoss.folder / "libmxk_tpc.so")]
     listed = subprocess.run([*command, "guids", "3"], capture_output=True, text=True, check=True).stdout

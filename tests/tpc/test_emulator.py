@@ -119,8 +119,10 @@ FAULTS = {
     17: "v_u32_shl_b: shift count outside 0..31",
     18: "store outside tensor 2 at (256,",
     19: "v_f32_shuffle_b: source element beyond the group",
+    20: "index 4 outside an array",
     21: "v_f32_st_tnsr_partial: lanes 61..64 of 64",
     22: "get_dim_size(3, 0)",
+    23: "index -1515870811 outside an array",  # never written: poison 0xa5a5a5a5
 }
 
 

@@ -16,7 +16,9 @@ from mxk_compile.kernels.tpc import emulate, emulated_ops
 from mxk_compile.parity import MAX_REL_L2
 from mxk_compile.testing import MoECase, random_case, rel_l2
 
-_spec = importlib.util.spec_from_file_location("emulated_pair", pathlib.Path(__file__).with_name("emulated_pair.py"))
+_spec = importlib.util.spec_from_file_location(
+    "emulated_pair", pathlib.Path(__file__).with_name("emulated_pair.py")
+)
 assert _spec is not None
 assert _spec.loader is not None
 emulated_pair = importlib.util.module_from_spec(_spec)
@@ -51,7 +53,7 @@ FAULTS = {
     "tail": Fault("mxk_w13.h", "get_dim_size(x, 0) >> 9", "get_dim_size(mxk_w, 0) >> 8"),
     "padding": Fault("mxk_w13.h", "padding < 128", "padding < 0"),
     "expert skip": Fault("mxk_common.h", "if (e < (unsigned)(num_experts))", "if (e + 1 < (unsigned)(num_experts))"),
-    "sort": Fault("mxk_common.h", "mxk_start[e] = num_sorted;", "mxk_start[e] = e;"),
+    "sort": Fault("mxk_common.h", "mxk_sorted[mxk_start[e]] = r;", "mxk_sorted[mxk_start[e]] = e;"),
     "bias weight": Fault(
         "mxk_w2.h", "run = v_f32_add_b(run, bias);", "run = v_f32_add_b(run, v_f32_add_b(bias, bias));", BIAS, 1,
     ),
@@ -108,7 +110,9 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, emulated_ops.B
     return folders
 
 
-def error(case: MoECase, pair: tuple[str, str], builds: tuple[emulated_ops.Build, emulated_ops.Build]) -> float:
+def error(
+    case: MoECase, pair: tuple[str, str], builds: tuple[emulated_ops.Build, emulated_ops.Build]
+) -> float:
     """rel_l2 of the pair against fp32."""
     return rel_l2(emulated_pair.run_pair(case, pair, builds)[0], case.reference(round_intermediate=True))
 

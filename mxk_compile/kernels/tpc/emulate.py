@@ -34,7 +34,7 @@ SMALL_VLM_BYTES, VLM_BYTES, SLM_BYTES = 16 * 1024, 80 * 1024, 16 * 1024  # small
 
 _FLAGS = (
     *("-std=gnu++17", "-O2", "-march=native", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern"),
-    *("-fPIC", "-shared", "-fvisibility=hidden", "-fno-gnu-unique", "-w"),
+    *("-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fsanitize=bounds", "-w"),
 )
 _MAX_RANK = 5
 _UNWRITTEN = 255  # owner of an output element that no invocation wrote
@@ -323,8 +323,10 @@ def _compile(path: pathlib.Path, flags: Sequence[str], work: pathlib.Path) -> pa
     only = (compiler(), "-E", "-P", "-x", "c++", *flags, str(path))
     preprocessed = _run(path, only)
     variables = "".join(f"MXK_LOCAL({name})" for name in local_variables(preprocessed))
-    library = work / "kernel.so"
-    _run(path, [*command, f"-DMXK_LOCALS={variables}", "-o", str(library), runner])
+    compiled, library = work / "kernel.o", work / "kernel.so"
+    _run(path, [*command, f"-DMXK_LOCALS={variables}", "-c", "-o", str(compiled), runner])
+    # Linked without -fsanitize, which would ask for its runtime library: runner.cpp has what is called.
+    _run(path, [compiler(), "-shared", "-o", str(library), str(compiled)])
     return library
 
 

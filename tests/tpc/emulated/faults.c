@@ -1,5 +1,6 @@
 // One thing each that the device does not do; `which` picks it.
 __local__ float64 kept[2];
+__local__ int order[4];
 
 void main(tensor x, tensor ids, tensor y, int which)
 {
@@ -28,5 +29,7 @@ void main(tensor x, tensor ids, tensor y, int which)
     if (which == 18) { at[0] = 256; at[1] = box[0] & 3; v_f32_st_tnsr(at, y, v); }
     if (which == 19) { v_f32_shuffle_b(v, (uchar256)(uint64)0x88888888, 0, v); }
     if (which == 21) { at[1] = box[0] & 3; v_f32_st_tnsr_partial(at, y, v, 3, 61); }
+    if (which == 20) { order[0] = order[which - 16]; }
+    if (which == 23) { order[0] = order[order[1]]; }
     if (which == 22) { get_dim_size(3, 0); }
 }

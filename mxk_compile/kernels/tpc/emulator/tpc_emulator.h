@@ -26,7 +26,7 @@
 //              store may begin inside dim 0 and run past its end: culled. Every other coordinate outside is an error.
 //   Errors     Out-of-tensor access, switches that are not modelled, control bytes of one shuffled element that differ,
 //              use of a vector never written, a load from an output (needs `aso`), an output element written by two
-//              invocations, lookups without table: the run ends with kernel, invocation and coordinate named.
+//              invocations, lookups without table, an index outside a C array: the run ends with kernel, invocation and coordinate named.
 #pragma once
 #define TPC_EMULATOR 1
 #define __gaudi2__ 1
