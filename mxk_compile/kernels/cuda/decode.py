@@ -113,7 +113,7 @@ class Decode:
             *(*call.ids_type, call.weights_type, operands.b13.dtype, operands.b2.dtype, activation(desc)),
             *(operands.gate_row, operands.up_row, operands.up_expert, call.alpha, call.limit),
         )
-        self._h_bytes = -(-2 * routes * desc.intermediate_size // 256) * 256
+        self._h_bytes = -(-4 * routes * desc.intermediate_size // 256) * 256
         self._bytes = self._h_bytes + 4 * routes * desc.hidden_size
         self._out_shape = call.out_shape
 

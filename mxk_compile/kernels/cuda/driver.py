@@ -29,6 +29,7 @@ class _Scratch(threading.local):
     """A thread's launch configuration and parameter bytes: the driver is called without Python's lock."""
 
     config: Any = None
+    where: tuple[int, int] = (0, -1)
     parameters: Any
     parameters_address: int
     address: int
@@ -109,8 +110,8 @@ class Kernel:
         for (offset, part), values in zip(self.changing, changes, strict=True):
             part.pack_into(scratch.parameters, offset, *values)
         config = scratch.config
-        config.gridDimX = blocks
-        config.hStream = stream
+        if scratch.where != (blocks, stream):
+            config.gridDimX, config.hStream = scratch.where = (blocks, stream)
         (status,) = _launch()(config, self.handle, scratch.address, 0)
         if status.value != 0:
             ask((status,))

@@ -14,11 +14,14 @@ from mxk_compile.errors import SettingsError
 from mxk_compile.kernels.cuda.build import cache_folder, write_whole
 from mxk_compile.settings import settings
 
-DECODE_ROUTES = (64, 256, 1024)
+DECODE_ROUTES = (64, 256, 1024, 2048)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
+PREFILL_SIZES = (16, 32, 48, 128)
+"""Tile sizes of the prefill kernel: a tile of 64 takes as long as one of 128 (docs/performance/h200.md)."""
+_SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of moe_decode.cu
 _TILE_SIZES = range(16, 129, 16)  # of the prefill kernel
 _MOST_SIZES = 4
-_DECODE_NAMES = ("warps", "stages", "tiles13", "tiles2", "column_tiles", "partials", "max_routes")
+_DECODE_NAMES = ("warps", "groups", "stages", "tiles13", "tiles2", "column_tiles", "few", "max_routes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,28 +97,63 @@ class Schedule:
 
 
 def heuristic(problem: Problem) -> Schedule:
-    """The schedule for a problem nobody tuned: a pure function."""
+    """The schedule for a problem nobody tuned: a pure function.
+
+    An expert's bytes are unpacked again for every `column_tiles` eights of its rows: with more rows, prefill.
+    """
     rows, routes = problem.rows_per_expert, problem.num_tokens * problem.top_k
-    # Beyond, an expert's bytes are unpacked once for every eight rows, which takes longer than to read them.
-    if rows <= 16 and routes <= DECODE_ROUTES[-1]:
-        room = next(size for size in DECODE_ROUTES if routes <= size)
-        return Schedule("decode", (("max_routes", room),))
-    return Schedule("prefill", sizes=prefill_sizes(rows))
+    if rows <= 20 and routes <= DECODE_ROUTES[-1]:
+        # Rows of an expert spread about their mean: nearly all should fit.
+        wanted = 1 if rows <= 4 else 2 if rows <= 11 else 3
+        for column_tiles in range(wanted, 0, -1):
+            macros = decode_macros(problem, column_tiles)
+            if macros is not None and rows <= 8 * column_tiles:
+                return Schedule("decode", macros)
+    return Schedule("prefill", sizes=PREFILL_SIZES)
 
 
-def prefill_sizes(rows: float) -> tuple[int, ...]:
-    """Tile sizes for experts with about this many rows: what even divisions of likely counts come to."""
-    spread = 2 * math.sqrt(rows)
-    found = set()
-    for count in range(max(1, int(rows - spread)), int(rows + spread) + 17, 16):
-        padded = -(-count // 16) * 16
-        tiles = -(-padded // _TILE_SIZES[-1])
-        found.add(-(-padded // tiles // 16) * 16 if padded % tiles == 0 else -(-padded // (tiles * 16)) * 16)
-    # The largest must be there: it sets the number of tiles. Few launches: of the others, what lies highest.
-    sizes = sorted(found)[-3:]
-    if rows > _TILE_SIZES[-1] / 2 and sizes[-1] != _TILE_SIZES[-1]:
-        sizes = [*sizes[-2:], _TILE_SIZES[-1]]
-    return tuple(sizes)
+_SPLITS = ((6, 2, 4), (12, 1, 4), (4, 2, 7), (8, 1, 7))
+"""Warps and groups of the decode kernel, the faster ones first (docs/performance/h200.md), and how many steps of 128
+columns x column tiles a warp's registers hold: 16 registers each, beside about 80 for the rest."""
+
+
+def decode_macros(problem: Problem, column_tiles: int) -> tuple[tuple[str, int], ...] | None:
+    """Macros of the decode kernel that fit registers and shared memory, or None if none do."""
+    routes = problem.num_tokens * problem.top_k
+    columns = max(problem.hidden_size, problem.intermediate_size)
+    room = next((size for size in DECODE_ROUTES if routes <= size), None)
+    if room is None:
+        return None
+    for warps, groups, held in _SPLITS:
+        steps = (columns + 127) // 128
+        if (steps + warps - 1) // warps * column_tiles > held:
+            continue
+        for stages in (4, 3, 2) if groups == 1 else (4, 2):
+            if _decode_shared(problem, warps, groups, stages, column_tiles, room) <= _SHARED_BYTES:
+                split = {"warps": warps, "groups": groups, "stages": stages}
+                return tuple((split | {"column_tiles": column_tiles, "max_routes": room}).items())
+    return None
+
+
+def _decode_shared(
+    problem: Problem, warps: int, groups: int, stages: int, column_tiles: int, max_routes: int
+) -> int:
+    """Bytes of shared memory of moe_decode.cu, at most: slots are largest where rows are copied one by one."""
+
+    def up(value: int, step: int) -> int:
+        return -(-value // step) * step
+
+    def slot(columns: int) -> int:
+        row = columns // 2
+        stride = row // 128 * 128 + (64 if row % 128 <= 64 else 192)
+        return up(16 * stride + 2 * (up(8 * (columns // 32), 16) + 32), 128)
+
+    buffers = 6 if groups == 2 else 3
+    partials = buffers * column_tiles * warps * 512
+    lists = up(16 * (stages + buffers), 16) + 2 * up(4 * problem.num_experts, 16) + 16 * max_routes
+    return up(
+        stages * max(slot(problem.hidden_size), slot(problem.intermediate_size)) + partials + lists + 16, 128
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from mxk_compile.errors import KernelError
 from mxk_compile.kernels.cuda import Prepared
 from mxk_compile.kernels.cuda import schedule as schedules
 from mxk_compile.kernels.cuda.build import cache_folder
-from mxk_compile.kernels.cuda.schedule import DECODE_ROUTES, Problem, Schedule, heuristic, prefill_sizes
+from mxk_compile.kernels.cuda.schedule import PREFILL_SIZES, Problem, Schedule, decode_macros, heuristic
 from mxk_compile.kernels.desc import MoEDesc
 from mxk_compile.kernels.select import supports
 from mxk_compile.ops.moe import reference
@@ -97,19 +97,19 @@ def replay_us(run: Callable[[], object], samples: int) -> float:
 
 def candidates(problem: Problem) -> Iterator[Schedule]:
     """Schedules worth timing for a problem, without repetition; the untuned one comes first."""
-    rows, routes = problem.rows_per_expert, problem.num_tokens * problem.top_k
+    rows = problem.rows_per_expert
     found = [heuristic(problem)]
-    if routes <= DECODE_ROUTES[-1]:
-        room = next(size for size in DECODE_ROUTES if routes <= size)
-        for warps, column_tiles in ((8, 1), (12, 1), (8, 2), (12, 2)):
-            macros = {"warps": warps, "column_tiles": column_tiles, "max_routes": room}
-            found.append(Schedule("decode", tuple(macros.items())))
+    for column_tiles in (1, 2, 3, 4):
+        macros = decode_macros(problem, column_tiles)
+        if macros is not None and (column_tiles == 1 or rows > 2):
+            found.append(Schedule("decode", macros))
+            for warps, groups in ((4, 2), (6, 2), (8, 1), (12, 1)):
+                found.append(
+                    Schedule("decode", tuple((dict(macros) | {"warps": warps, "groups": groups}).items()))
+                )
     if rows >= 4:
-        sizes = prefill_sizes(rows)
-        singles = ((size,) for size in (16, 32, 48, 64, 96, 128) if rows / 4 <= size)
-        found += [
-            Schedule("prefill", sizes=sizes) for sizes in (sizes, *singles, (64, 128), (80, 96, 112, 128))
-        ]
+        for sizes in (PREFILL_SIZES, (128,), (32, 128), (64, 128), (32, 64, 96, 128), (16, 32)):
+            found.append(Schedule("prefill", sizes=sizes))
     yield from dict.fromkeys(found)
 
 

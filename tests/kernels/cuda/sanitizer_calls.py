@@ -1,0 +1,55 @@
+"""A small set of CUDA calls for compute-sanitizer, which is too slow for whole tests.
+
+    compute-sanitizer --tool memcheck python tests/kernels/cuda/sanitizer_calls.py
+    compute-sanitizer --tool racecheck python tests/kernels/cuda/sanitizer_calls.py
+
+Each kernel with ragged sizes, biases, ids that are not here, strided inputs and lists. The caching allocator is off, so
+that memcheck sees each tensor's end. Arguments are schedules, instead of all. Prints how many calls were right; a wrong result is an error too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+
+import torch
+
+from mxk_compile import kernels
+from mxk_compile.kernels import cuda
+from mxk_compile.kernels.cuda.schedule import Schedule
+from mxk_compile.testing import random_case, rel_l2
+
+SCHEDULES = ("prefill:16/32", "prefill:48/128", "decode:max_routes=64")
+MOST_ERROR = 4e-3
+
+
+def main() -> int:
+    """Runs the calls; the exit code is the number of wrong ones."""
+    wrong = calls = 0
+    for text in sys.argv[1:] or SCHEDULES:
+        schedule = Schedule.parse(text)
+        cuda.choose = lambda problem, chosen=schedule: chosen
+        kernels._prepared_cuda.clear()
+        for num_tokens, row_order, bias in ((1, "interleaved", True), (13, "gate_up", False)):
+            sizes = {"hidden_size": 160, "intermediate_size": 96, "num_experts": 5}
+            case = random_case(num_tokens=num_tokens, row_order=row_order, bias=bias, device="cuda", **sizes)
+            case.topk_ids[0, 0] = -1
+            results = (
+                case.fused(),
+                torch.ops.mxk.moe.lists(*case.routing, *case.lists, **case.attributes),
+            )
+            expected = case.reference()
+            errors = [rel_l2(result, expected) for result in results]
+            calls += len(errors)
+            wrong += sum(not error <= MOST_ERROR for error in errors)
+    values = torch.ops.mxk.mxfp4_dequant(case.w13, case.w13_scale)
+    wrong += not bool(torch.isfinite(values).all())
+    torch.cuda.synchronize()
+    print(f"{calls + 1} calls, {wrong} wrong")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())
