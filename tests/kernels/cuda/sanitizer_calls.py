@@ -4,7 +4,8 @@
     compute-sanitizer --tool racecheck python tests/kernels/cuda/sanitizer_calls.py
 
 Each kernel with ragged sizes, biases, ids that are not here, strided inputs and lists. The caching allocator is off, so
-that memcheck sees each tensor's end. Arguments are schedules, instead of all. Prints how many calls were right; a wrong result is an error too.
+that memcheck sees each tensor's end. Arguments are schedules, instead of all. Prints how many calls were right; a wrong
+result is an error too.
 """
 
 from __future__ import annotations
