@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,11 +48,17 @@ def _stock(reason: str) -> None:
     _say_once(logging.WARNING, f"MXFP4 TPC MoE keeps the stock op: {reason}")
 
 
+@functools.cache
+def _load(folder: Path) -> None:
+    """The op library, once; raises KernelError if it cannot be used, or beside another op of the process."""
+    load_ops(folder, "lazy")
+    signature_table.check_signatures(VARIANT, signature_table.registered_ops())
+
+
 def attach(layer: Any, options: Options) -> bool:
     """Puts the kernels before `layer.moe_op`; false, with the reason logged once, where the layer does not fit."""
     try:
-        load_ops(options.folder, "lazy")
-        signature_table.check_signatures(VARIANT, signature_table.registered_ops())
+        _load(options.folder)
         call = LazyMoE(layer, options)
     except (MxkError, AttributeError, TypeError, RuntimeError) as error:
         # A layer of another version lacks what is asked of it here; the server must go on as stock.

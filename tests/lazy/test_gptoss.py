@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mxk_compile.errors import KernelError
 from mxk_compile.lazy import gptoss, signature_table
 from mxk_compile.lazy.environment import Options
 from mxk_compile.testing import MoECase, random_case, rel_l2
@@ -31,6 +32,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
     """The op library counts as loaded, and holds the ops of gptoss alone."""
     monkeypatch.setattr(gptoss, "load_ops", lambda folder, kind: None)
     monkeypatch.setattr(signature_table, "registered_ops", dict)
+    gptoss._load.cache_clear()
     stand_ins.called.clear()
 
 
@@ -241,6 +243,25 @@ def test_a_colliding_op_keeps_the_stock_op(
         "would return one's result for the other; allowed: a number that no other custom op of the process has; "
         "use one of them"
     ]
+
+
+def test_the_library_is_loaded_once_and_named_if_it_fails(
+    make_layer: Callable[..., Any], said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def load(folder: Path, kind: str) -> None:
+        calls.append((folder, kind))
+        if len(calls) < 3:
+            raise KernelError("lib/libmxk_op_lazy.so", "it is not there", "a build", "build it again")
+
+    monkeypatch.setattr(gptoss, "load_ops", load)
+    assert [gptoss.attach(make_layer(gptoss_case()), OPTIONS) for _ in range(4)] == [False, False, True, True]
+    assert calls == [(Path("lib"), "lazy")] * 3
+    assert said()[:1] == [
+        "MXFP4 TPC MoE keeps the stock op: lib/libmxk_op_lazy.so: it is not there; allowed: a build; build it again"
+    ]
+    assert len(said()) == 2
 
 
 @pytest.mark.parametrize("ids", [[-1, 3, 99], [2, 2, 2], [-1, -1, 7], [0, 1, 2]])
