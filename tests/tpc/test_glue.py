@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import random
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from mxk_compile.kernels.tpc.request import Request
 from mxk_compile.kernels.tpc.signatures import (
     KERNELS,
     VARIANT_KERNELS,
+    VARIANT_LIMITS,
     Kernel,
     variant_kernels,
 )
@@ -186,6 +188,32 @@ def test_limits_of_the_variants(
         answer, said = compile_graph(image, library(variant), "node", nodes=node(kernel, sizes))
         assert answer.split()[0] == str(UNSUPPORTED)
         assert reason in said
+
+
+@pytest.mark.parametrize("variant", VARIANT_KERNELS)
+def test_glue_and_supports_agree_on_any_sizes(image: object, library: Library, variant: str) -> None:
+    limits, draw = VARIANT_LIMITS[variant], random.Random(variant)
+    nodes, expected = "", []
+    for _ in range(150):
+        sizes = {
+            "T": draw.choice([0, 1, 2, 15, 16, 17, 31, 32, 33, 64]),
+            "k": draw.choice([1, 2, 4, 8, 9, 128]),
+        }
+        sizes |= {"E": draw.choice([1, 8, 127, 128, 129]), "R": sizes["T"] * sizes["k"]}
+        for name, multiple, most in (
+            ("K", limits.hidden_multiple, limits.hidden_max),
+            ("I", limits.intermediate_multiple, limits.intermediate_max),
+        ):
+            near = draw.choice(
+                [multiple, most, most - multiple, most + multiple, draw.randrange(32, most, 32)]
+            )
+            sizes |= {name: near, f"{name}P": -(-near // 512) * 512}
+        for kernel in variant_kernels(variant)[:2]:
+            nodes += node(kernel, sizes)
+            expected.append(limits.refuse(sizes["T"], sizes["k"], sizes["K"], sizes["I"], sizes["E"]) is None)
+    said = compile_graph(image, library(variant), "node", nodes=nodes)[: len(expected)]
+    assert [line.split()[0] for line in said] == ["0" if runs else str(UNSUPPORTED) for runs in expected]
+    assert 10 < sum(expected) < len(expected) - 10
 
 
 def test_limits_of_the_unpack(image: object, library: Library) -> None:

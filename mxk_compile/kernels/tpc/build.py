@@ -287,6 +287,12 @@ def build(request: Request, say: Callable[[str], None], dry_run: bool = False) -
         _walk(Build(request, tools, work, None), say)
         _install(work / "out", target, work / "replaced")
     say(f"built {target}: {', '.join(sorted(path.name for path in target.iterdir()))}")
+    table = "MXK_FID_INT4" if request.variant.endswith("int4") else "MXK_FID_E2M1"
+    if not any(define.split("=")[0] == table for define in request.defines):
+        say(
+            f"NOT FOR A DEVICE YET: the kernels look codes up in a table whose number is a placeholder; give it with "
+            f"--define {table}=<number> (docs/gaudi.md)"
+        )
 
 
 def _walk(steps: Build, say: Callable[[str], None]) -> None:
