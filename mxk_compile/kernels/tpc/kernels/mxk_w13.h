@@ -15,7 +15,7 @@
 // Work split: a TPC owns a fixed slice of I / 4 column quads, ceil(I / 96) of them, whatever the routing, and walks all
 // local routes by expert. A pass is gate and up rows of two columns; a run is up to 16 passes, 8 quads, 32 columns.
 // Row totals collect in one vector over a run: dual groups hold gate, up of the pass's first column, gate, up of its
-// second. Bias, activation and store then work on whole vectors, once a run: about 60 VPU ops, not 2 x 30 a pass.
+// second. Bias, activation and store then work on whole vectors, once a run: about 35 VPU ops, not twice 27 a pass.
 //
 // Lanes: pass (quad i, half h) writes lane 8 (i & 1) + 4 h + i / 2 of each dual group, so that a vector and its copy with
 // groups swapped convert to bf16 lanes 8 h .. 8 h + 7 = quads 0 .. 7 of one plane: four partial stores, one a plane.
