@@ -14,7 +14,6 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from mxk_compile.errors import MxkError
 from mxk_compile.lazy import environment, gptoss
 
 __all__ = ["attach", "start"]
@@ -37,7 +36,7 @@ def start(environ: MutableMapping[str, str]) -> bool:
     global _options
     try:
         _options = environment.prepare(environ)
-    except MxkError as error:
+    except Exception as error:  # whatever it is, the server must go on as stock
         _options = None
         _logger.warning("MXFP4 TPC MoE stays off, the stock op runs: %s", error)
     if _options is None:

@@ -48,6 +48,10 @@ def _stock(reason: str) -> None:
     _say_once(logging.WARNING, f"MXFP4 TPC MoE keeps the stock op: {reason}")
 
 
+def _named(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 @functools.cache
 def _load(folder: Path) -> None:
     """The op library, once; raises KernelError if it cannot be used, or beside another op of the process."""
@@ -60,9 +64,8 @@ def attach(layer: Any, options: Options) -> bool:
     try:
         _load(options.folder)
         call = LazyMoE(layer, options)
-    except (MxkError, AttributeError, TypeError, RuntimeError) as error:
-        # A layer of another version lacks what is asked of it here; the server must go on as stock.
-        _stock(" ".join(str(error).split()))
+    except Exception as error:  # a layer of another version may lack anything; the server must go on as stock
+        _stock(" ".join(str(error).split()) if isinstance(error, MxkError) else _named(error))
         return False
     layer.moe_op.forward = call
     desc = call.desc
