@@ -7,20 +7,20 @@
 // are bf16 in blocks of 64 columns: [block][row][128 bytes], so that a tile of one block is one contiguous piece, which
 // a bulk copy brings to shared memory as WGMMA's 128-byte-swizzled operand: 16-byte chunk c of a row lies at
 // c ^ (row % 8). Inside a block, columns are permuted: position 16s + 8h + 2q + b holds column
-// 16q + 8(s / 2) + 2(s % 2) + h + 4b. This is the order in which lane q of four finds its 16 columns in the packed
-// words (pairs are nibbles j and j + 4 of a word), so weights go from global memory to WGMMA's A registers without a
-// shuffle and without shared memory. Both producers of blocks (routing.cu for X, the epilogue below for H) write that order.
+// 16q + 8(s / 2) + 2(s % 2) + h + 4b. This is the order in which lane q of four finds its 16 columns in the packed words
+// (pairs are nibbles j and j + 4 of a word), so a weight is unpacked into the A register that multiplies it: no shuffle, and
+// no bf16 weight in shared memory. Both writers of blocks (routing.cu for X, the epilogue below for H) write that order.
 //
-// Schedule. Weights are the M side, so 64 rows meet up to 128 tokens: a block of 3 warpgroups owns 256 weight rows x
-// n <= 128 tokens, with a launch for each n of a few (routing.cu). One warp of the first
-// warpgroup brings activations through a ring of shared-memory stages; the two others hold 2 x 64 rows each, unpack step
-// s + 1 while the tensor cores run step s, and drift apart by the depth of the ring, which hides their epilogues.
-// Unpacking is 2.4 instructions a value, amortised over n tokens; with 256 rows a tile, L2 feeds 24 bytes a clock and
-// multiprocessor at the full rate, and the 8 (gate, up) rows of a warp sit in one accumulator fragment, so the
-// activation needs no exchange. A persistent grid walks (token tile, row tile), row tiles fastest: the tiles of one
-// expert run together and its weights come from device memory once.
+// Schedule. Weights are the M side, so 64 rows meet up to 128 tokens: a block of 3 warpgroups owns 256 weight rows x up to
+// TOKENS tokens; a launch for each of a few sizes takes the tiles of that size (routing.cu). The first warpgroup brings
+// activations by bulk copies and packed rows by 16-byte copies into a ring of shared-memory stages of one block of columns;
+// the two others hold 2 x 64 rows each, unpack step s + 1 while the tensor cores run step s, and drift apart by the depth of
+// the ring, which hides their epilogues. Unpacking is 2.4 instructions a value, amortised over the tokens of the tile; with
+// 256 rows a tile, L2 feeds 24 bytes a clock and multiprocessor at the full rate, and a gate row and its up row are rows g
+// and g + 8 of one fragment, so the activation needs no exchange. A persistent grid walks (token tile, row tile), row tiles
+// fastest: the tiles of one expert run together, and a launch takes its weights from device memory once.
 //
-// Limits: K and I multiples of 32 (one scale a 32-group, 8-byte loads); weights 8-byte aligned.
+// Limits: K and I multiples of 32 (a scale a group of 32), weight rows on 16 bytes.
 #include "call.cuh"
 #include "mxfp4.cuh"
 #include "wgmma.cuh"
