@@ -123,6 +123,7 @@ FAULTS = {
     21: "v_f32_st_tnsr_partial: lanes 61..64 of 64",
     22: "get_dim_size(3, 0)",
     23: "index -1515870811 outside an array",  # never written: poison 0xa5a5a5a5
+    24: "access to no memory",
 }
 
 

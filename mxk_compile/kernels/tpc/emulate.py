@@ -34,7 +34,7 @@ SMALL_VLM_BYTES, VLM_BYTES, SLM_BYTES = 16 * 1024, 80 * 1024, 16 * 1024  # small
 
 _FLAGS = (
     *("-std=gnu++17", "-O2", "-march=native", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern"),
-    *("-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fsanitize=bounds", "-w"),
+    *("-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-fsanitize=bounds", "-fno-sanitize-recover", "-w"),
 )
 _MAX_RANK = 5
 _UNWRITTEN = 255  # owner of an output element that no invocation wrote

@@ -31,5 +31,6 @@ void main(tensor x, tensor ids, tensor y, int which)
     if (which == 21) { at[1] = box[0] & 3; v_f32_st_tnsr_partial(at, y, v, 3, 61); }
     if (which == 20) { order[0] = order[which - 16]; }
     if (which == 23) { order[0] = order[order[1]]; }
+    if (which == 24) { order[order[1]] += 1; }
     if (which == 22) { get_dim_size(3, 0); }
 }

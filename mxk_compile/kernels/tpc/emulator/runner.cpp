@@ -3,12 +3,14 @@
 //   -DMXK_KERNEL_NAME="mxk_w2x"    for error texts
 //   -DMXK_LOCALS="MXK_LOCAL(a)..." its `__local__` variables, found by emulate.py in the preprocessed source
 // State is static: a second thread loads a second copy of the file.
+#include <csetjmp>
+#include <csignal>
 #include "tpc_emulator.h"
 
 // What -fsanitize=bounds calls, in the place of its runtime library: an index from memory that was never written, or a
 // wrong one, ends the run and not the process. The call counts as one that never throws, so it must not be inlined into
 // a function with a handler.
-extern "C" void __ubsan_handle_out_of_bounds(void *, void *index) {
+extern "C" [[noreturn]] void __ubsan_handle_out_of_bounds_abort(void *, void *index) {
     tpc_emulator::fail("index %lld outside an array", (long long)(intptr_t)index);
 }
 
@@ -57,6 +59,24 @@ template <class... A> void call(void (*kernel)(A...), const int32_t *words) {
     call(kernel, words, std::index_sequence_for<A...>());
 }
 
+// `array[i] += x` reads before its index is checked: where that hits no memory at all, the run ends as well. The handler is
+// installed once and passes on what is not ours.
+static thread_local sigjmp_buf *escape __attribute__((tls_model("initial-exec")));
+static struct sigaction handler_before;
+
+static void on_bad_access(int signal, siginfo_t *info, void *context) {
+    if (escape != nullptr) siglongjmp(*escape, 1);
+    if (handler_before.sa_flags & SA_SIGINFO) handler_before.sa_sigaction(signal, info, context);
+    else sigaction(signal, &handler_before, nullptr); // the access is repeated, and met by what was there before
+}
+
+static bool install_handler() {
+    struct sigaction action {};
+    action.sa_sigaction = on_bad_access;
+    action.sa_flags = SA_SIGINFO | SA_NODEFER;
+    return sigaction(SIGSEGV, &action, &handler_before) == 0;
+}
+
 } // namespace tpc_emulator
 
 extern "C" __attribute__((visibility("default"))) int mxk_arity() { return tpc_emulator::arity(&mxk_kernel_main); }
@@ -73,6 +93,14 @@ extern "C" __attribute__((visibility("default"))) int mxk_run(const tpc_emulator
     std::copy(tensors, tensors + num_tensors, state.tensors);
     std::fill(table_used, table_used + 2 * Tables::formats, false);
     account_local_memory();
+    static const bool installed = install_handler();
+    sigjmp_buf here;
+    if (installed && sigsetjmp(here, 1) != 0) {
+        escape = nullptr;
+        snprintf(error, 512, "%s, invocation %d: access to no memory", state.kernel, state.invocation);
+        return 1;
+    }
+    escape = &here;
     try {
         for (int i = 0; i < n; i++) {
             state.invocation = order[i];
@@ -82,7 +110,9 @@ extern "C" __attribute__((visibility("default"))) int mxk_run(const tpc_emulator
             poison_local_memory();
             call(&mxk_kernel_main, words);
         }
+        escape = nullptr;
     } catch (const Fault &fault) {
+        escape = nullptr;
         snprintf(error, 512, "%s", fault.text.c_str());
         return 1;
     }
