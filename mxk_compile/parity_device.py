@@ -113,7 +113,7 @@ def _variant(name: str, device: torch.device, run: Run, quick: bool) -> float:
             for num_tokens in _token_counts(name, device, quick):
                 case = parity._case(VARIANTS[name], num_tokens, routing, rms)
                 expected = case.reference(round_intermediate=True)
-                placed = _to(case, device)
+                placed = on_device(case, device)
                 errors.append(parity._error(run([placed])[0].cpu(), expected))
                 beside = _stock_error(placed, expected)
                 call = f"{name:8} {routing:7} rms {rms:g} T {num_tokens:3}"
@@ -122,7 +122,7 @@ def _variant(name: str, device: torch.device, run: Run, quick: bool) -> float:
 
 
 def _token_counts(name: str, device: torch.device, quick: bool) -> list[int]:
-    case = _to(parity._case(VARIANTS[name], 1, "hot", 1.0), device)
+    case = on_device(parity._case(VARIANTS[name], 1, "hot", 1.0), device)
     most = tpc.token_range(MoEDesc.from_call(*case.routing, *case.weights, **case.attributes))[1]
     return [1, most] if quick else [2**n for n in range(most.bit_length()) if 2**n <= most]
 
@@ -134,7 +134,8 @@ def _stock_error(case: MoECase, expected: Tensor) -> str:
         return f"not run ({str(error).splitlines()[0][:60]})"
 
 
-def _to(case: MoECase, device: torch.device) -> MoECase:
+def on_device(case: MoECase, device: torch.device) -> MoECase:
+    """The same case with its tensors on `device`."""
     fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
     moved: dict[str, Any] = {
         name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor)
@@ -144,7 +145,7 @@ def _to(case: MoECase, device: torch.device) -> MoECase:
 
 def _same_alone_and_together(name: str, device: torch.device, run: Run) -> bool:
     """Two calls of equal shapes in one graph: each has the result that it has alone, and they differ."""
-    cases = [_to(parity._case(VARIANTS[name], 2, "hot", 1.0, seed), device) for seed in (0, 1)]
+    cases = [on_device(parity._case(VARIANTS[name], 2, "hot", 1.0, seed), device) for seed in (0, 1)]
     alone = [run([case])[0].cpu() for case in cases]
     together = run(cases)  # read only now, when both are in the graph
     same = all(torch.equal(a, b.cpu()) for a, b in zip(alone, together, strict=True))
@@ -155,10 +156,10 @@ def unpack(device: torch.device) -> str:
     """mxk_deq of the first, middle and last expert against the exact unpack; what is wrong, or an empty string."""
     case = parity._case(VARIANTS["glm"], 1, "hot", 1.0)
     for name, weight, scale in (("w13", case.w13, case.w13_scale), ("w2", case.w2, case.w2_scale)):
-        on_device = weight.to(device), scale.to(device)
+        placed = weight.to(device), scale.to(device)
         for expert in (0, len(weight) // 2, len(weight) - 1):
             # Views in the graph of the call: a legacy op can read wrong data through those of an earlier graph.
-            values = torch.ops.custom_op.mxk_deq(*(tensor[expert] for tensor in on_device)).cpu()
+            values = torch.ops.custom_op.mxk_deq(*(tensor[expert] for tensor in placed)).cpu()
             exact = mxfp4.unpack(weight[expert], scale[expert])
             if not torch.equal(values.view(torch.int16), exact.view(torch.int16)):
                 return f"mxk_deq of {name}, expert {expert}, is not the exact unpack"

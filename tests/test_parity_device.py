@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
+import json
 import pathlib
+import sys
+import types
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -100,3 +105,48 @@ def test_another_variant_and_no_bridge(
     assert "variant kimi with a build of glm; allowed: variants that the build" in capsys.readouterr().err
     assert main(["parity", "--device", "hpu", "--lib", str(tmp_path)]) == 2
     assert "mxk parity: No module named 'habana_frameworks'" in capsys.readouterr().err
+
+
+def test_the_benchmark_times_a_captured_chain(
+    small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    path = pathlib.Path(__file__).parent.parent / "benchmarks/bench_gaudi.py"
+    spec = importlib.util.spec_from_file_location("bench_gaudi", path)
+    assert spec is not None
+    assert spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    said: list[str] = []
+
+    class Graph:
+        capture_begin = staticmethod(lambda: said.append("begin"))
+        capture_end = staticmethod(lambda: said.append("end"))
+        replay = staticmethod(lambda: said.append("replay"))
+
+    hpu = types.SimpleNamespace(
+        HPUGraph=Graph,
+        Stream=object,
+        stream=contextlib.nullcontext,
+        synchronize=lambda: None,
+        get_device_name=lambda: "none",
+    )
+    manifest = Manifest("muse-0", "muse", [], {}, {}, {}, {})
+    monkeypatch.setitem(sys.modules, "habana_frameworks.torch.hpu", hpu)
+    monkeypatch.setattr(bench, "load_ops", lambda folder, kind: manifest)
+    monkeypatch.setattr(bench, "VARIANTS", parity_device.VARIANTS)
+    monkeypatch.setattr(bench, "CHAIN", 1)
+    files = []
+    for impl in ("stock", "kernel"):
+        bench.main(["--lib", "x", "--variant", "muse", "--tokens", "2", "--device", "cpu", "--impl", impl])
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [(line["routing"], line["tokens"], line["impl"]) for line in lines] == [
+            ("random", 2, impl),
+            ("hot", 2, impl),
+        ]
+        assert lines[1]["local_routes"] == 4
+        files.append(tmp_path / impl)
+        files[-1].write_text("\n".join(json.dumps(line | {"us": 10.0 * len(impl)}) for line in lines))
+    assert said == (["begin", "end"] + ["replay"] * 31) * 4
+    bench.main(["--compare", *map(str, files)])
+    first = capsys.readouterr().out.splitlines()[1]
+    assert first == "muse     hot     T   2 routes    4  stock      50.0 us  kernel      60.0 us  0.8x"
