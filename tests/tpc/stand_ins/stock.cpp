@@ -47,6 +47,7 @@ EXPORT uint64_t StockAsksItself() {  // how many kernels it has: ours must not a
   GetKernelGuids(DEVICE_ID_GAUDI2, &count, nullptr);
   return count;
 }
+EXPORT __attribute__((weak)) int StockWeak() { return 1; }
 namespace stock {
 __attribute__((visibility("default"))) int twice(int a) { return 2 * a; }
 }  // namespace stock
