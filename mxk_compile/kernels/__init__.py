@@ -189,10 +189,10 @@ def _moe_judged(*args: Any, **attributes: Any) -> Tensor:
     return _run(_judge(*args, **attributes), args, attributes)
 
 
-enter_directly(moe_cpu, "CPU")
-enter_directly(moe_cuda, "CUDA")
-library.impl("moe.lists", moe_lists_cpu, "CPU")
-library.impl("moe.lists", moe_lists_cuda, "CUDA")
+enter_directly("moe", moe_cpu, "CPU")
+enter_directly("moe", moe_cuda, "CUDA")
+enter_directly("moe.lists", moe_lists_cpu, "CPU")
+enter_directly("moe.lists", moe_lists_cuda, "CUDA")
 for _name in ("moe", "moe.lists"):
     # Eager calls alone: compiled graphs are lowered to the kernels' ops, which an op library may bring at any time.
     library.impl(_name, _moe_judged, "HPU")
