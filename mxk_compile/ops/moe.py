@@ -196,7 +196,7 @@ _rules = {
 
 
 def enter_directly(name: str, implementation: Callable[..., Tensor], device: str) -> None:
-    """Registers an implementation of an op above for "CPU" or "CUDA", also ahead of autograd for calls without gradient.
+    """Registers an implementation of an op above for "CPU" or "CUDA", also ahead of autograd if no gradient is needed.
 
     Where the device is next (no mode, subclass or transform in between), that saves the dispatcher's second round.
     """
