@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import re
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gptoss_checkpoint as gptoss
 import pytest
 import torch
 
@@ -21,14 +21,6 @@ from mxk_compile import cli
 pytest.importorskip("transformers")
 from mxk_compile import demo
 from mxk_compile.integrations import transformers as models
-
-_spec = importlib.util.spec_from_file_location(
-    "gptoss_checkpoint", Path(__file__).with_name("gptoss_checkpoint.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-gptoss = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(gptoss)
 
 
 @pytest.fixture(scope="module")

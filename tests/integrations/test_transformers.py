@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import shutil
@@ -12,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gptoss_checkpoint as gptoss
 import numpy as np
 import pytest
 import torch
@@ -23,11 +23,6 @@ from mxk_compile.errors import CallError, CheckpointError
 
 pytest.importorskip("transformers")
 from mxk_compile.integrations import transformers as models
-
-_HELPER = Path(__file__).parents[1] / "gptoss_checkpoint.py"
-_spec = importlib.util.spec_from_file_location("gptoss_checkpoint", _HELPER)
-gptoss = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(gptoss)
 
 LAYERS = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 AOT = {"backend": "mxk", "options": {"inner_backend": "aot_eager"}}

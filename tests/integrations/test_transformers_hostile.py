@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import gptoss_checkpoint as gptoss
 import pytest
 
 import mxk_compile
@@ -15,11 +15,6 @@ from mxk_compile.errors import CheckpointError
 
 pytest.importorskip("transformers")
 from mxk_compile.integrations import transformers as models
-
-_HELPER = Path(__file__).parents[1] / "gptoss_checkpoint.py"
-_spec = importlib.util.spec_from_file_location("gptoss_checkpoint", _HELPER)
-gptoss = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(gptoss)
 
 
 @pytest.fixture

@@ -1,13 +1,14 @@
-"""One vLLM engine in a process of its own: a request on stdin, log-probabilities on stdout.
+"""One vLLM engine in a process of its own: a request on stdin, log-probabilities in a file.
 
-Request: {"model": path, "prompts": [str], "new_tokens": int, "engine": {keyword: value}}. The last line printed is the
-answer: a list of {"ids": prompt and generated tokens, "logprobs": of every token after the first}.
+Request: {"model": path, "prompts": [str], "new_tokens": int, "engine": {keyword: value}, "answer": path}. The answer is
+a list of {"ids": prompt and generated tokens, "logprobs": of every token after the first}.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -27,7 +28,7 @@ def main() -> None:
         ids = [*result.prompt_token_ids, *generated.token_ids]
         chosen = zip(ids[1:], [*result.prompt_logprobs[1:], *generated.logprobs], strict=True)
         answer.append({"ids": ids, "logprobs": [candidates[token].logprob for token, candidates in chosen]})
-    print(json.dumps(answer), flush=True)
+    Path(request["answer"]).write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":  # vLLM starts its workers by importing this file

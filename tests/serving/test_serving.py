@@ -40,10 +40,13 @@ MEAN, LARGEST = 0.04, 0.6
 
 
 def serve(
-    model: Path, prompts: list[str], environment: dict[str, str], **engine: Any
+    folder: Path, model: Path, prompts: list[str], environment: dict[str, str], **engine: Any
 ) -> tuple[list[Any], str]:
-    """The engine's answer, and all that it and its workers logged."""
+    """The engine's answer, left in `folder` too, and all that it and its workers logged."""
+    answer = folder / "answer.json"
+    answer.unlink(missing_ok=True)
     request = {"model": str(model), "prompts": prompts, "new_tokens": NEW_TOKENS, "engine": engine}
+    request["answer"] = str(answer)
     result = subprocess.run(
         [sys.executable, ENGINE],
         input=json.dumps(request),
@@ -61,7 +64,7 @@ def serve(
     )
     log = result.stdout + result.stderr
     assert result.returncode == 0, log[-6000:]
-    return json.loads(result.stdout.strip().splitlines()[-1]), log
+    return json.loads(answer.read_text()), log
 
 
 def differences(answers: list[Any], model: Any) -> torch.Tensor:
@@ -96,19 +99,19 @@ def test_gptoss_compiled_cold_and_warm(gptoss: tuple[Any, list[str]], tmp_path: 
         "VLLM_CACHE_ROOT": str(tmp_path),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i"),
     }
-    cold, log = serve(SHIPPED, prompts, environment)
+    cold, log = serve(tmp_path, SHIPPED, prompts, environment)
     assert TAKEN in log
     check(cold, model)
-    warm, log = serve(SHIPPED, prompts, environment)
+    warm, log = serve(tmp_path, SHIPPED, prompts, environment)
     assert TAKEN in log
     assert warm == cold
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])
-def test_gptoss_on_two_ranks(gptoss: tuple[Any, list[str]], expert_parallel: bool) -> None:
+def test_gptoss_on_two_ranks(gptoss: tuple[Any, list[str]], tmp_path: Path, expert_parallel: bool) -> None:
     model, prompts = gptoss
     engine = {"tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel, "enforce_eager": True}
-    answers, log = serve(SHIPPED, prompts, TWO_WORKERS, **engine)
+    answers, log = serve(tmp_path, SHIPPED, prompts, TWO_WORKERS, **engine)
     assert TAKEN in log
     check(answers, model)
 
@@ -116,6 +119,6 @@ def test_gptoss_on_two_ranks(gptoss: tuple[Any, list[str]], expert_parallel: boo
 def test_int4_groups_channels_and_zero_points(tmp_path: Path) -> None:
     state = int4_checkpoint.write(tmp_path)
     prompts = ["packed experts run where they lie, in every scheme", "a short one", "x" * 60]
-    answers, log = serve(tmp_path, prompts, IN_PROCESS)
+    answers, log = serve(tmp_path, tmp_path, prompts, IN_PROCESS)
     assert TAKEN in log
     check(answers, int4_checkpoint.reference_model(tmp_path, state))
