@@ -7,8 +7,8 @@
 // Sorting is a counting sort in one block: the counts of the experts are in shared memory, and nothing goes to the host.
 // The order of rows inside an expert depends on the run; no result does, as each row is a column of its own in the
 // products. Expert regions begin at multiples of 16 rows (WGMMA's step of N, and 8 for the swizzle).
-// Tiles: as many of an expert's rows as fill tiles of the largest size, and the rest in one of the smallest size that
-// holds them; a kernel of prefill.cu runs each size's list.
+// Tiles: an expert's rows are divided evenly over as few tiles as the largest size allows, each of the smallest size
+// that holds it; a kernel of prefill.cu runs each size's list. (Whole tiles and a small one for the rest were slower.)
 #include "call.cuh"
 
 constexpr int SORT_THREADS = 1024;
@@ -94,20 +94,17 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) prefill_sort(const __
   const int padded = (count + ROW_STEP - 1) / ROW_STEP * ROW_STEP;
   const int first = exclusive_sum(padded, of_warps);
   if (count > 0) {
-    int most = 0;
+    int most = p.sizes[0];
 #pragma unroll
-    for (int i = 1; i < MOST_SIZES; ++i) most = p.sizes[i] ? i : most;
-    const int whole = padded / p.sizes[most], rest = padded - whole * p.sizes[most];
-    const int at = whole > 0 ? atomicAdd(&lists[most], whole) : 0;
-    for (int i = 0; i < whole; ++i)
-      p.tiles[most * p.most_tiles + at + i] =
-          make_int4(threadIdx.x, first + i * p.sizes[most], p.sizes[most], 0);
-    if (rest > 0) {
-      int size = 0;
-      while (p.sizes[size] < rest) ++size;
-      p.tiles[size * p.most_tiles + atomicAdd(&lists[size], 1)] =
-          make_int4(threadIdx.x, first + padded - rest, rest, 0);
-    }
+    for (int i = 1; i < MOST_SIZES; ++i) most = p.sizes[i] ? p.sizes[i] : most;
+    const int tiles = (padded + most - 1) / most;
+    const int step = ((padded + tiles - 1) / tiles + ROW_STEP - 1) / ROW_STEP * ROW_STEP;
+    int size = 0;
+    while (p.sizes[size] < step) ++size;
+    const int at = atomicAdd(&lists[size], tiles);
+    for (int i = 0; i < tiles; ++i)
+      p.tiles[size * p.most_tiles + at + i] =
+          make_int4(threadIdx.x, first + i * step, min(step, padded - i * step), 0);
   }
   counts[threadIdx.x] = first;  // from here on the next free row
   __syncthreads();

@@ -16,8 +16,6 @@ from mxk_compile.settings import settings
 
 DECODE_ROUTES = (64, 256, 1024, 2048)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
-PREFILL_SIZES = (16, 32, 48, 128)
-"""Tile sizes of the prefill kernel: a tile of 64 takes as long as one of 128 (docs/performance/h200.md)."""
 _SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of moe_decode.cu
 _TILE_SIZES = range(16, 129, 16)  # of the prefill kernel
 _MOST_SIZES = 4
@@ -109,7 +107,7 @@ def heuristic(problem: Problem) -> Schedule:
             macros = decode_macros(problem, column_tiles)
             if macros is not None and rows <= 8 * column_tiles:
                 return Schedule("decode", macros)
-    return Schedule("prefill", sizes=PREFILL_SIZES)
+    return Schedule("prefill", sizes=prefill_sizes(rows))
 
 
 _SPLITS = ((6, 2, 4), (12, 1, 4), (4, 2, 7), (8, 1, 7))
@@ -154,6 +152,21 @@ def _decode_shared(
     return up(
         stages * max(slot(problem.hidden_size), slot(problem.intermediate_size)) + partials + lists + 16, 128
     )
+
+
+def prefill_sizes(rows: float) -> tuple[int, ...]:
+    """Tile sizes for experts with about this many rows: what even divisions of likely counts come to."""
+    spread = 2 * math.sqrt(rows)
+    found = set()
+    for count in range(max(1, int(rows - spread)), int(rows + spread) + 17, 16):
+        padded = -(-count // 16) * 16
+        tiles = -(-padded // _TILE_SIZES[-1])
+        found.add(-(-padded // (16 * tiles)) * 16)
+    # The largest must be there: it sets the number of tiles. Few launches: of the others, what lies highest.
+    sizes = sorted(found)[-3:]
+    if rows > _TILE_SIZES[-1] / 2 and sizes[-1] != _TILE_SIZES[-1]:
+        sizes = [*sizes[-2:], _TILE_SIZES[-1]]
+    return tuple(sizes)
 
 
 @functools.lru_cache(maxsize=4096)

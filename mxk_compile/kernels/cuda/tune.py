@@ -16,7 +16,7 @@ from mxk_compile.errors import KernelError
 from mxk_compile.kernels.cuda import Prepared
 from mxk_compile.kernels.cuda import schedule as schedules
 from mxk_compile.kernels.cuda.build import cache_folder
-from mxk_compile.kernels.cuda.schedule import PREFILL_SIZES, Problem, Schedule, decode_macros, heuristic
+from mxk_compile.kernels.cuda.schedule import Problem, Schedule, decode_macros, heuristic, prefill_sizes
 from mxk_compile.kernels.desc import MoEDesc
 from mxk_compile.kernels.select import supports
 from mxk_compile.ops.moe import reference
@@ -108,7 +108,7 @@ def candidates(problem: Problem) -> Iterator[Schedule]:
                     Schedule("decode", tuple((dict(macros) | {"warps": warps, "groups": groups}).items()))
                 )
     if rows >= 4:
-        for sizes in (PREFILL_SIZES, (128,), (32, 128), (64, 128), (32, 64, 96, 128), (16, 32)):
+        for sizes in (prefill_sizes(rows), (128,), (32, 128), (64, 128), (32, 64, 96, 128), (16, 32)):
             found.append(Schedule("prefill", sizes=sizes))
     yield from dict.fromkeys(found)
 
