@@ -37,6 +37,7 @@ SHAPES = ((2880, 736), (96, 96), (512, 1536), (1056, 544))
 def _built() -> None:
     """Builds what the quick tests use, two at a time."""
     names = {name for first, second, _ in PAIRS.values() for name in (first, second)} | {"mxk_deq"}
+    names |= {"mxk_w13i4o", "mxk_w2i4o"}
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(emulate.build, sorted(names)))
 
@@ -203,6 +204,65 @@ def test_activations_beyond_local_memory(pair: str, hidden_size: int) -> None:
     check(
         random_case(num_tokens=2, hidden_size=hidden_size, intermediate_size=96, **attributes), first, second
     )
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (2880, 736), (1056, 544), (512, 3072), (7168, 96)], ids=str)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int4_packed_along_the_output(shape: tuple[int, int], symmetric: bool) -> None:
+    hidden_size, intermediate_size = shape
+    layout = {"pack_dim": "output", "weight_format": "uint4", "zero": True}
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    case = random_case(num_tokens=3, num_experts=4, top_k=3, rms=3.0, **layout, **sizes)
+    case.topk_ids[1] = torch.tensor([-1, 2, 2])
+    case.topk_ids[2] = 4
+    zeros = []
+    for zero in (case.w13_zero, case.w2_zero):
+        assert zero is not None
+        zero.copy_(torch.full_like(zero[0], 8) if symmetric else zero[0].clone())  # all experts share them
+        zeros.append(
+            (zero[0, :, 0::2] | (zero[0, :, 1::2] << 4))
+            .contiguous()
+            .reshape(-1)
+            .view(torch.int32)
+            .view(len(zero[0]), -1)
+        )
+    ids, routes = case.topk_ids.to(torch.int32), local_routes(case)
+    padded_size = -(-intermediate_size // 512) * 512
+    inputs = [chunk_order(case.hidden_states), ids, case.w13, case.w13_scale, zeros[0]]
+    (a,), first = emulate.build("mxk_w13i4o").run(inputs, [Output((9, padded_size), torch.bfloat16)], [0])
+    inputs = [a, ids, case.topk_weights.float(), case.w2, case.w2_scale, zeros[1]]
+    (y,), second = emulate.build("mxk_w2i4o").run(inputs, [Output((3, hidden_size), torch.bfloat16)], [0])
+
+    def values(packed: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """[E, outputs, inputs]."""
+        assert zero is not None
+        raw = packed.view(torch.uint8)
+        codes = torch.stack((raw & 15, raw >> 4), dim=-1).flatten(-2).double()
+        groups = [tensor.double().repeat_interleave(32, 1) for tensor in (zero, scale)]
+        return ((codes - groups[0]) * groups[1]).transpose(1, 2)
+
+    gate_up = values(case.w13, case.w13_scale, case.w13_zero)
+    down = values(case.w2, case.w2_scale, case.w2_zero)
+    intermediate = natural_order(a)
+    expected = torch.zeros(3, hidden_size, dtype=torch.float64)
+    for route, token, slot, expert in routes:
+        gate, up = (gate_up[expert] @ case.hidden_states[token].double()).chunk(2)
+        act = gate / (1 + torch.exp(-gate)) * up
+        given = intermediate[route, :intermediate_size]
+        check_rounded(given, act, float(act.abs().max()) * hidden_size**0.5)
+        weight = case.topk_weights[token, slot].double()
+        expected[token] += down[expert] @ given.double() * weight
+        assert bool((intermediate[route, intermediate_size:] == 0).all())
+    check_rounded(y, expected, float(expected.abs().max()) * intermediate_size**0.5)
+    assert not y[2].view(torch.int16).any()
+    assert first.unwritten == ((9 - len(routes)) * padded_size,)
+    assert second.unwritten == (0,)
+    for counters in (first, second):
+        assert counters.per_chunk_row() == 21.375
+        assert counters.mac_distance is not None
+        assert counters.mac_distance >= 4
+        assert counters.repeated_partial_stores == 0
+        assert counters.vlm_bytes <= counters.vlm_limit
 
 
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (1, 128), (16, 8), (32, 4), (31, 1)])

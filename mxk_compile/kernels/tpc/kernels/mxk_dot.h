@@ -236,7 +236,7 @@
         there = v_f32_mov_dual_group_all_b(odd, MXK_ALL_BYTES, 1, 0, 3, 2, MkWrA(0, 3, 0, 3), there);         \
         result = v_f32_add_b(here, there);                                                                    \
     }
-#define MXK_REDUCE(total, a0, a1, a2, a3)                                                                     \
+#define MXK_DUAL_GROUPS(total, a0, a1, a2, a3)                                                                \
     {                                                                                                         \
         const float64 t0 = a0, t1 = a1, t2 = a2, t3 = a3;                                                     \
         MXK_INTERLEAVE(rows01, t0, t1)                                                                        \
@@ -246,6 +246,10 @@
         float64 there = v_f32_mov_dual_group_all_b(rows01, MXK_ALL_BYTES, 2, 3, 0, 1, MkWrA(3, 3, 0, 0), rows23); \
         there = v_f32_mov_dual_group_all_b(rows23, MXK_ALL_BYTES, 2, 3, 0, 1, MkWrA(0, 0, 3, 3), there);      \
         total = v_f32_add_b(here, there);                                                                     \
+    }
+#define MXK_REDUCE(total, a0, a1, a2, a3)                                                                     \
+    {                                                                                                         \
+        MXK_DUAL_GROUPS(total, a0, a1, a2, a3)                                                                \
         total = v_f32_add_b(total, v_f32_mov_group_b(total, MXK_ALL_BYTES, MXK_SWAP_GROUPS, total));          \
         total = v_f32_add_b(total, v_f32_shuffle_b(total, swap4, 0, total));                                  \
         total = v_f32_add_b(total, v_f32_shuffle_b(total, swap2, 0, total));                                  \
