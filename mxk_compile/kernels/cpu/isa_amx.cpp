@@ -4,8 +4,8 @@
 // Weights are bf16 exactly (MXFP4: the scale changes the exponent alone) or as two parts (INT4), so are tokens, and an
 // intermediate is two columns of 8 significant bits each: products are exact, sums fp32. Rows are unpacked into A tiles
 // (amx_unpack.h) a chunk of 4 groups ahead of the multiplication, so that the two units work side by side and the stores
-// have left when tiles are loaded. Up to 3 strips the sums stay in tile registers for the whole row, shaped 4 x 1, 2 x 2
-// or 2 x 3 tiles of rows x strips; more strips share the weights of 2 chunks, and pass their sums through memory.
+// have left when tiles are loaded. Up to 3 strips the sums stay in tile registers for the whole row, 2 tiles of rows times
+// the strips; more strips share the weights of 2 chunks, and pass their sums through memory.
 // Every sum adds up the groups in order, whatever the shape: a result depends on its row and vector only.
 #include "tile.h"
 
@@ -116,23 +116,19 @@ __attribute__((noinline)) void pass(const Span<Codec>& span, const uint8_t* stri
 }
 
 template <class Codec, int Rows>
-void multiply_rows(const MatrixCall& call, int first, const MatrixScratch& scratch, uint32_t* special) {
-  const Tile* tiles = call.tiles + first;
+void multiply_rows(const MatrixCall& call, const MatrixScratch& scratch, uint32_t* special) {
+  const Tile* tiles = call.tiles;
   Codec rows[Rows];
-  for (int i = 0; i < Rows; ++i) special[i] = rows[i].open(tiles[i], typename Codec::Memory(scratch, first + i));
+  for (int i = 0; i < Rows; ++i) special[i] = rows[i].open(tiles[i], typename Codec::Memory(scratch, i));
   const int64_t strip = strip_bytes(tiles[0].columns);
   const int64_t tile_sums = call.num_strips * 256;
-  float* sums = scratch.sums + first * tile_sums;
+  float* sums = scratch.sums;
   Span<Codec> span = {rows, tiles, scratch.tiles, 0, chunks_of(tiles[0].columns), chunks_of(tiles[0].columns), true};
   const auto run = [&](int s, int count) {
     const uint8_t* strips = call.strips + s * strip;
-    if constexpr (Rows == 4) {
-      pass<Codec, 4, 1>(span, strips, strip, sums + s * 256, tile_sums);
-    } else {
-      if (count == 1) pass<Codec, Rows, 1>(span, strips, strip, sums + s * 256, tile_sums);
-      if (count == 2) pass<Codec, Rows, 2>(span, strips, strip, sums + s * 256, tile_sums);
-      if (count == 3) pass<Codec, Rows, 3>(span, strips, strip, sums + s * 256, tile_sums);
-    }
+    if (count == 1) pass<Codec, Rows, 1>(span, strips, strip, sums + s * 256, tile_sums);
+    if (count == 2) pass<Codec, Rows, 2>(span, strips, strip, sums + s * 256, tile_sums);
+    if (count == 3) pass<Codec, Rows, 3>(span, strips, strip, sums + s * 256, tile_sums);
   };
   if (call.num_strips <= 3) return run(0, call.num_strips);
   const int passes = call.num_strips / 2;  // 2 x 2 needs the fewest tile loads for a multiplication
@@ -192,7 +188,7 @@ __attribute__((noinline)) void mend(const MatrixCall& call, const MatrixScratch&
     }
     for (int column = 0; column < kStripRoutes && s * kStripRoutes + column < call.columns; ++column) {
       const bool all = call.exact[s] >> column & 1;
-      if (!all && (special[0] | special[1] | special[2] | special[3]) == 0) continue;
+      if (!all && (special[0] | special[1]) == 0) continue;
       read_intermediate(call.strips + s * strip_bytes(n), column, n, scratch.column);
       const Vector vector = {scratch.column, true, all ? 0 : -1, nullptr}, *pointer = &vector;
       for (int i = 0; i < call.num_tiles; ++i)
@@ -203,13 +199,12 @@ __attribute__((noinline)) void mend(const MatrixCall& call, const MatrixScratch&
 
 template <class Codec>
 void multiply_as(const MatrixCall& call, const MatrixScratch& scratch) {
-  uint32_t special[kMatrixTiles] = {};
-  int i = 0;
-  if constexpr (Codec::kParts == 1)  // else the A tiles of 4 would crowd the first cache
-    for (; i + 4 <= call.num_tiles; i += 4) multiply_rows<Codec, 4>(call, i, scratch, special + i);
-  for (; i + 2 <= call.num_tiles; i += 2) multiply_rows<Codec, 2>(call, i, scratch, special + i);
-  if (i < call.num_tiles) multiply_rows<Codec, 1>(call, i, scratch, special + i);
-  bool any = (special[0] | special[1] | special[2] | special[3]) != 0;
+  uint32_t special[2] = {};
+  if (call.num_tiles == 2)
+    multiply_rows<Codec, 2>(call, scratch, special);
+  else
+    multiply_rows<Codec, 1>(call, scratch, special);
+  bool any = (special[0] | special[1]) != 0;
   for (int s = 0; s < call.num_strips; ++s) any |= call.exact[s] != 0;
   if (any) mend(call, scratch, special);
 }
@@ -277,20 +272,20 @@ inline void split_pair(__m512 first, __m512 second, __m512i& upper, __m512i& low
   lower = join(rest(first), rest(second));
 }
 
-void activate(const Activation& activation, const MatrixCall& call, int tile, int64_t step, bool end, int64_t n,
+void activate(const Activation& activation, const MatrixCall& call, int64_t step, bool end, int64_t n,
               uint8_t* strips, const MatrixScratch& scratch) {
   const int64_t tile_sums = call.num_strips * 256, strip = strip_bytes(n);
-  const int rows = call.tiles[tile].rows;
+  const int rows = call.tiles[0].rows;
   float bias[2][16] = {};
   for (int i = 0; i < 2; ++i)
-    for (int r = 0; r < rows; ++r) bias[i][r] = bias_of(call.tiles[tile + i], r);
+    for (int r = 0; r < rows; ++r) bias[i][r] = bias_of(call.tiles[i], r);
   uint8_t* group = strips + step / 2 * kTileBytes;
   const int half = int(step % 2);
   for (int s = 0; s < call.num_strips; ++s) {
     alignas(64) float gate[16][16], up[16][16], h[16][16];
     float* to[16];
     for (int r = 0; r < 16; ++r) {
-      const float* sums = scratch.sums + tile * tile_sums + s * 256 + r * 16;
+      const float* sums = scratch.sums + s * 256 + r * 16;
       _mm512_store_ps(gate[r], _mm512_add_ps(_mm512_load_ps(sums), _mm512_set1_ps(bias[0][r])));
       _mm512_store_ps(up[r], _mm512_add_ps(_mm512_load_ps(sums + tile_sums), _mm512_set1_ps(bias[1][r])));
       to[r] = h[r];
@@ -339,7 +334,7 @@ void join(const MatrixCall& call, int tile, const MatrixScratch& scratch, float 
 }
 
 // Crossovers: measured (docs/performance/cpu.md).
-constexpr MatrixUnit kUnit = {{5, 9, 9}, tiles_begin, tiles_end, pack, multiply, activate, tiny, join};
+constexpr MatrixUnit kUnit = {{5, 10, 10}, tiles_begin, tiles_end, pack, multiply, activate, tiny, join};
 
 }  // namespace
 

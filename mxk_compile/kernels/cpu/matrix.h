@@ -16,10 +16,6 @@ int64_t strips_of(int64_t rows, int in_strip) { return (rows + in_strip - 1) / i
 
 bool on_unit(const Slab& s, int64_t expert) { return s.unit && s.by_unit[expert]; }
 
-bool one_strip(const Slab& s, int64_t expert, int in_strip) {
-  return on_unit(s, expert) && s.start[expert + 1] - s.start[expert] <= in_strip;
-}
-
 uint8_t* intermediate_strips(const Slab& s, int64_t expert) {
   return reinterpret_cast<uint8_t*>(s.h_memory + s.h_first[expert] * vector_bytes(s.call->intermediate));
 }
@@ -52,24 +48,21 @@ void pack_tokens(Slab& s) {
   }
 }
 
-// Gate and up tiles from row 16 `step` on, 2 or 4 of them.
-void gate_up_on_unit(Slab& s, const ThreadScratch& scratch, const Activation& activation, int64_t expert, const Tile* tiles,
-                     int num_tiles, int64_t step) {
+// A gate and an up tile, from row 16 `step` on.
+void gate_up_on_unit(Slab& s, const ThreadScratch& scratch, const Activation& activation, int64_t expert, const Tile* pair,
+                     int64_t step) {
   const MxkMoe& c = *s.call;
   const int64_t rows = s.start[expert + 1] - s.start[expert], strips = strips_of(rows, kStripTokens);
   for (int64_t first = 0; first < strips; first += kMatrixStrips) {
     const int64_t count = strips - first < kMatrixStrips ? strips - first : kMatrixStrips;
     const int64_t left = rows - first * kStripTokens, most = count * kStripTokens;
     const uint8_t* x = s.x_strips + (s.x_first[expert] + first) * strip_bytes(c.hidden);
-    const MatrixCall call = {tiles, num_tiles, x, int(count), int(left < most ? left : most),
+    const MatrixCall call = {pair, 2, x, int(count), int(left < most ? left : most),
                              s.raw_of + s.start[expert] + first * kStripTokens, s.x_exact + s.x_first[expert] + first};
     s.unit->multiply(call, scratch.matrix);
     uint8_t* h = intermediate_strips(s, expert) + first * (kStripTokens / kStripRoutes) * strip_bytes(c.intermediate);
-    for (int i = 0; i < num_tiles; i += 2, ++step) {
-      const bool end = (step + 1) * kTileRows >= c.intermediate;
-      s.unit->activate(activation, call, i, step, end, c.intermediate, h, scratch.matrix);
-    }
-    step -= num_tiles / 2;
+    const bool end = (step + 1) * kTileRows >= c.intermediate;
+    s.unit->activate(activation, call, step, end, c.intermediate, h, scratch.matrix);
   }
 }
 

@@ -71,16 +71,12 @@ void gate_up(Slab& s, const ThreadScratch& scratch) {
   const int64_t tiles = (c.intermediate + kTileRows - 1) / kTileRows, blocks = (tiles + s.block - 1) / s.block;
   struct Step {
     int64_t expert, tile, end;
-    int count;  // of gate and up pairs: 1, or 2 on a matrix unit
-    Tile tiles[kMatrixTiles];  // gate, up, gate, up
+    Tile pair[2];  // gate, up
   };
   const auto load = [&](Step& step) {
-    step.count = step.tile + 1 < step.end && one_strip(s, step.expert, kStripTokens) ? 2 : 1;
-    for (int i = 0; i < 2 * step.count; ++i) {
-      const int64_t row = (step.tile + i / 2) * kTileRows;
-      const int rows = int(row + kTileRows <= c.intermediate ? kTileRows : c.intermediate - row);
-      step.tiles[i] = make_tile(c, i % 2 ? kUp : kGate, step.expert, row, rows);
-    }
+    const int rows = int(step.tile * kTileRows + kTileRows <= c.intermediate ? kTileRows : c.intermediate - step.tile * kTileRows);
+    step.pair[0] = make_tile(c, kGate, step.expert, step.tile * kTileRows, rows);
+    step.pair[1] = make_tile(c, kUp, step.expert, step.tile * kTileRows, rows);
   };
   const auto claim = [&](Step& step) {
     const int64_t item = s.claimed[1].fetch_add(1);
@@ -95,15 +91,13 @@ void gate_up(Slab& s, const ThreadScratch& scratch) {
   bool more = claim(step);
   while (more) {
     next = step;
-    next.tile += step.count;
-    if (next.tile < next.end)
+    if (++next.tile < next.end)
       load(next);
     else
       more = claim(next);
-    for (int i = 0; i < 2 * step.count; ++i)
-      step.tiles[i].next = more ? &next.tiles[i < 2 * next.count ? i : i % 2] : nullptr;
+    for (int i = 0; i < 2; ++i) step.pair[i].next = more ? &next.pair[i] : nullptr;
     if (on_unit(s, step.expert)) {
-      gate_up_on_unit(s, scratch, activation, step.expert, step.tiles, 2 * step.count, step.tile);
+      gate_up_on_unit(s, scratch, activation, step.expert, step.pair, step.tile);
       step = next;
       continue;
     }
@@ -111,10 +105,10 @@ void gate_up(Slab& s, const ThreadScratch& scratch) {
     for (int64_t r = s.start[step.expert]; r < end; r += kTileTokens) {
       const int count = int(end - r < kTileTokens ? end - r : kTileTokens);
       float(*const out[2])[16] = {scratch.gate, scratch.up};
-      s.isa->tiles(step.tiles, 2, s.x_of + r, count, scratch.tile, out);
+      s.isa->tiles(step.pair, 2, s.x_of + r, count, scratch.tile, out);
       float* rows[kTileTokens];
       for (int t = 0; t < count; ++t) rows[t] = s.h_row[r + t] + step.tile * kTileRows;
-      s.isa->activate(activation, scratch.gate, scratch.up, count, step.tiles[0].rows, rows);
+      s.isa->activate(activation, scratch.gate, scratch.up, count, step.pair[0].rows, rows);
     }
     step = next;
   }
@@ -160,17 +154,16 @@ void down(Slab& s, const ThreadScratch& scratch) {
   struct Step {
     int64_t item, a, tile;  // expert s.experts[a], tiles from `tile` on
     int count;
-    Tile tiles[kMatrixTiles];
+    Tile pair[2];
   };
   const auto rows_of = [&](int64_t tile) {
     return int((tile + 1) * kTileRows <= c.hidden ? kTileRows : c.hidden - tile * kTileRows);
   };
   const auto end_of = [&](int64_t item) { return std::min(tiles, (item + 1) * s.down_tiles); };
   const auto load = [&](Step& step) {
-    const int64_t expert = s.experts[step.a];
-    step.count = int(std::min<int64_t>(end_of(step.item) - step.tile, one_strip(s, expert, kStripRoutes) ? kMatrixTiles : 2));
+    step.count = int(std::min<int64_t>(end_of(step.item) - step.tile, 2));
     for (int i = 0; i < step.count; ++i)
-      step.tiles[i] = make_tile(c, kDown, expert, (step.tile + i) * kTileRows, rows_of(step.tile + i));
+      step.pair[i] = make_tile(c, kDown, s.experts[step.a], (step.tile + i) * kTileRows, rows_of(step.tile + i));
   };
   const auto claim = [&](Step& step) {
     step.item = s.claimed[3].fetch_add(1), step.a = 0, step.tile = step.item * s.down_tiles;
@@ -191,13 +184,13 @@ void down(Slab& s, const ThreadScratch& scratch) {
     const int64_t place = step.tile - step.item * s.down_tiles;
     if (s.active) {
       const int64_t expert = s.experts[step.a], end = s.start[expert + 1];
-      for (int i = 0; i < step.count; ++i) step.tiles[i].next = !more ? nullptr : &next.tiles[i < next.count ? i : 0];
+      for (int i = 0; i < step.count; ++i) step.pair[i].next = !more ? nullptr : &next.pair[i < next.count ? i : 0];
       if (on_unit(s, expert)) {
-        down_on_unit(s, scratch, expert, step.tiles, step.count, scratch.partial + place);
+        down_on_unit(s, scratch, expert, step.pair, step.count, scratch.partial + place);
       } else {
         for (int64_t r = s.start[expert]; r < end; r += kTileTokens) {
           float(*const out[2])[16] = {scratch.partial[place] + r, scratch.partial[place + (step.count > 1)] + r};
-          s.isa->tiles(step.tiles, step.count, s.h_of + r, int(end - r < kTileTokens ? end - r : kTileTokens), scratch.tile, out);
+          s.isa->tiles(step.pair, step.count, s.h_of + r, int(end - r < kTileTokens ? end - r : kTileTokens), scratch.tile, out);
         }
       }
     }
@@ -225,14 +218,14 @@ void thread_body(void* data, int thread) {
   if (s.unit) s.unit->end();
 }
 
-// Items of the last phase: two tiles, so that threads finish together; on a matrix unit four, and more where the
-// intermediate, which every item reads, is larger than half of a usual second-level cache of 2 MiB, as long as each
-// thread has some 6 items.
+// Output tiles of an item of the last phase: two, so that threads finish together; on a matrix unit more where the
+// intermediate, which every item reads, is larger than half of a usual second-level cache of 2 MiB, as long as each thread
+// has some 6 items.
 int64_t down_tiles(const Slab& s, int64_t routes) {
   if (s.unit == nullptr) return 2;
   const int64_t tiles = (s.call->hidden + kTileRows - 1) / kTileRows;
-  if (routes * vector_bytes(s.call->intermediate) <= (1 << 20)) return 4;
-  return std::max<int64_t>(4, std::min<int64_t>(kMostDownTiles, tiles / (6 * s.threads) / 4 * 4));
+  if (routes * vector_bytes(s.call->intermediate) <= (1 << 20)) return 2;
+  return std::max<int64_t>(2, std::min<int64_t>(kMostDownTiles, tiles / (6 * s.threads) / 2 * 2));
 }
 
 // Lays the slab out in the arena.
@@ -253,7 +246,7 @@ bool lay_out(Slab& s, int64_t tokens) {
   const size_t per_unit = !s.unit ? 0
                                   : Arena::bytes_for<uint8_t>(kMatrixTileBytes) +
                                         Arena::bytes_for<float>(2 * kMatrixStrips * 256) + Arena::bytes_for<float>(widest) +
-                                        2 * Arena::bytes_for<float>(kMatrixTiles * 16 * row_scales);
+                                        2 * Arena::bytes_for<float>(2 * 16 * row_scales);
   const size_t per_thread = 2 * Arena::bytes_for<float>(kTileTokens * 16) +
                             size_t(s.down_tiles) * Arena::bytes_for<float>(routes * 16) +
                             Arena::bytes_for<float>(2 * scales_capacity(widest) * 16) +
@@ -296,8 +289,8 @@ bool lay_out(Slab& s, int64_t tokens) {
     if (s.unit == nullptr) continue;
     MatrixScratch& matrix = scratch.matrix;
     matrix.tiles = arena.take<uint8_t>(kMatrixTileBytes), matrix.sums = arena.take<float>(2 * kMatrixStrips * 256);
-    matrix.scales = arena.take<float>(kMatrixTiles * 16 * row_scales);
-    matrix.zeros = arena.take<float>(kMatrixTiles * 16 * row_scales);
+    matrix.scales = arena.take<float>(2 * 16 * row_scales);
+    matrix.zeros = arena.take<float>(2 * 16 * row_scales);
     matrix.row_scales = row_scales, matrix.row = scratch.tile.row, matrix.column = arena.take<float>(widest);
   }
   return true;
@@ -364,8 +357,7 @@ int mxk_cpu_moe(const MxkMoe* call) {
     const int64_t tiles = (c.intermediate + kTileRows - 1) / kTileRows * (s.active ? s.active : 1);
     // Small enough that threads finish together; 8 transposed tiles share the cache lines of their rows.
     s.block = tiles / (s.threads * 64);
-    const int64_t least = c.output_packed ? 8 : s.unit ? 2 : 1;
-    s.block = s.block < least ? least : s.block > 4 ? std::max<int64_t>(least, 4) : s.block;
+    s.block = c.output_packed ? 8 : s.block < 1 ? 1 : s.block > 4 ? 4 : s.block;
     run_threads(int(s.threads), thread_body, &s);
   }
   return 0;

@@ -95,20 +95,19 @@ struct Activation {
 // significant bits, and the next 8.
 constexpr int kStripTokens = 16, kStripRoutes = 8;
 inline int64_t strip_bytes(int64_t n) { return groups_of(n) * 1024; }
-constexpr int kMatrixTiles = 4;    // tiles of one call
-constexpr int kMatrixStrips = 12;  // strips of one call of 2 tiles: 24 KiB of sums
+constexpr int kMatrixStrips = 12;  // strips of one call: 24 KiB of sums
 
 struct MatrixScratch {  // of one thread
   uint8_t* tiles;         // [kMatrixTileBytes]: unpacked weights
   float* sums;            // [tiles][strips][16 rows][16 columns]
-  float *scales, *zeros;  // [kMatrixTiles][16][row_scales]: INT4
+  float *scales, *zeros;  // [2 tiles][16][row_scales]: INT4
   int64_t row_scales;
   float *row, *column;    // one dequantised row, one intermediate
 };
 constexpr int kMatrixTileBytes = 32 * 1024;
 
 struct MatrixCall {
-  const Tile* tiles;  // 1 to kMatrixTiles of equal shape; more than 2 with one strip only
+  const Tile* tiles;  // 1 or 2
   int num_tiles;
   const uint8_t* strips;
   int num_strips;
@@ -124,9 +123,8 @@ struct MatrixUnit {
   // Tokens to a strip; returns the mask of those with which the unit does not compute as exact.h does.
   uint16_t (*pack)(const uint8_t* const* tokens, int count, int64_t n, uint8_t* strip);
   void (*multiply)(const MatrixCall&, const MatrixScratch&);
-  // From the sums of a call of gate and up tiles (tile, tile + 1 of the sums, rows 16 `step` ...) to the strips of the
-  // intermediate; `end`: this is its last step.
-  void (*activate)(const Activation&, const MatrixCall&, int tile, int64_t step, bool end, int64_t n, uint8_t* strips,
+  // From the sums of a gate and an up tile, rows 16 `step` ..., to the strips of the intermediate; `end`: its last rows.
+  void (*activate)(const Activation&, const MatrixCall&, int64_t step, bool end, int64_t n, uint8_t* strips,
                    const MatrixScratch&);
   uint16_t (*tiny)(const uint8_t* strip, int64_t n);  // mask of an intermediate's vectors that the unit would flush
   void (*join)(const MatrixCall&, int tile, const MatrixScratch&, float (*out)[16]);  // sums + bias to out[vector][16]
