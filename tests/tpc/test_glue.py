@@ -51,9 +51,13 @@ def library(image: object, tmp_path_factory: pytest.TempPathFactory) -> Library:
     return make
 
 
-def compile_graph(image: object, library: pathlib.Path, *arguments: str, nodes: str = "") -> list[str]:
-    """Lines that the fake graph compiler says."""
+def compile_graph(
+    image: object, library: pathlib.Path, *arguments: str, nodes: str = "", preload: bool = False
+) -> list[str]:
+    """Lines that the fake graph compiler says; `preload` puts the library's names before all others."""
     command = [str(image.graph_compiler), str(library), *arguments]  # type: ignore[attr-defined]
+    if preload:
+        command = ["env", f"LD_PRELOAD={library}", *command]
     done = subprocess.run(command, input=nodes, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines() + done.stderr.splitlines()
@@ -234,7 +238,10 @@ def test_other_guids_devices_and_functions_reach_the_stock_library(image: object
     # Our name on another device is the stock library's business; its answer is 1000 + the hash it is given back.
     said = compile_graph(image, library("glm"), "node", nodes=stock_node + node(w2x, sizes, device=4))
     assert [line.split()[:4] for line in said] == [["0", "0", "1", "1077"], ["0", "0", "1", "1000"]]
-    assert compile_graph(image, library("glm"), "others") == [
+    said = compile_graph(image, library("glm"), "others")
+    # With our names before the stock library's, its calls of its own ones still stay there.
+    assert compile_graph(image, library("glm"), "others", preload=True) == said
+    assert said == [
         "layouts 0 1 ##** ###* ##** 0 3",  # ours: every dimension kept; the stock's: 3
         "shapes 23 0 5",
         "manipulation 400 0",
