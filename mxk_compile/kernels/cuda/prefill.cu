@@ -35,10 +35,8 @@ constexpr int ROWS = 256;                 // weight rows of a tile
 constexpr int PACKED_BYTES = BLOCK / 2;   // of a block of one weight row
 constexpr int WEIGHTS = TOKENS * BLOCK_BYTES;  // where they lie in a stage
 constexpr int STAGE_BYTES = WEIGHTS + ROWS * PACKED_BYTES;
-// WGMMA with weights in registers takes as long for 16 tokens as for 64 (measured: docs/performance/h200.md), so a few
-// tokens go through the warps' own instruction. They also leave registers for a second block of the multiprocessor.
-constexpr bool FEW = TOKENS <= 48;
-constexpr int BLOCKS = TOKENS <= 32 ? 2 : 1;
+// Few tokens leave registers for a second block, whose unpacking fills the first's waits.
+constexpr int BLOCKS = TOKENS <= 32 ? 2 : 1;  // of a multiprocessor
 constexpr int RING_BYTES = 208 * 1024 / BLOCKS;
 constexpr int STAGES = RING_BYTES / STAGE_BYTES < 16 ? RING_BYTES / STAGE_BYTES : 16;
 constexpr int PRODUCERS = 128;
@@ -134,49 +132,6 @@ __device__ __forceinline__ void multiply_block(float (&sum)[2][TOKENS / 2], u32 
   ring.next();
 }
 
-__device__ __forceinline__ void multiply_block_few(float (&sum)[2][TOKENS / 2], const Scales& scales, Ring& ring, u32 at) {
-  const int lane = threadIdx.x % 32;
-  const u32 stage = ring.data + ring.stage * STAGE_BYTES;
-  barrier_wait(ring.full + 8 * ring.stage, ring.parity);
-  u32 words[2][2][2];
-#pragma unroll
-  for (int unit = 0; unit < 2; ++unit) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint2 both = load_shared_8(stage + at + (2 * unit + half) * 32 * PACKED_BYTES);
-      words[unit][half][0] = both.x, words[unit][half][1] = both.y;
-    }
-  }
-#pragma unroll
-  for (int pair = 0; pair < 2; ++pair) {  // of steps: one packed word
-    u32 tokens[TOKENS / 8][4];
-#pragma unroll
-    for (int j = 0; j < TOKENS / 8; ++j)
-      load_matrices(tokens[j],
-                    stage + (8 * j + lane % 8) * BLOCK_BYTES + ((4 * pair + lane / 8) ^ (lane % 8)) * 16);
-#pragma unroll
-    for (int unit = 0; unit < 2; ++unit) {
-      u32 fragment[2][4];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const u32 word = words[unit][half][pair];
-        const u32 factor = scale_pair(scales.byte[unit][half]);
-        fragment[0][half] = weights<0>(word, factor), fragment[0][half + 2] = weights<1>(word, factor);
-        fragment[1][half] = weights<2>(word, factor), fragment[1][half + 2] = weights<3>(word, factor);
-      }
-#pragma unroll
-      for (int step = 0; step < 2; ++step) {
-#pragma unroll
-        for (int j = 0; j < TOKENS / 8; ++j)
-          multiply_16x8(sum[unit] + 4 * j, fragment[step], tokens[j][2 * step], tokens[j][2 * step + 1]);
-      }
-    }
-  }
-  __syncwarp();
-  if (lane == 0) barrier_arrive(ring.empty + 8 * ring.stage);
-  ring.next();
-}
-
 __device__ __forceinline__ void multiply(float (&sum)[2][TOKENS / 2], const Gemm& p, const ScaleRows& rows, int quarter,
                                          Ring& ring, u32 at, bool leader) {
   u32 fragment[2][2][4];
@@ -189,22 +144,16 @@ __device__ __forceinline__ void multiply(float (&sum)[2][TOKENS / 2], const Gemm
     for (int i = 0; i < TOKENS / 2; ++i) sum[unit][i] = 0.0f;
   }
   u32 used = ~0u;  // empty-barrier of the stage before, still read by the tensor cores
-  const auto step = [&](const Scales& scales) {
-    if constexpr (FEW) multiply_block_few(sum, scales, ring, at);
-    else multiply_block(sum, fragment, scales, ring, at, used, leader);
-  };
   for (int block = 0;;) {
-    step(even);
+    multiply_block(sum, fragment, even, ring, at, used, leader);
     rows.load(even, block + 2, quarter);
     if (++block == p.blocks) break;
-    step(odd);
+    multiply_block(sum, fragment, odd, ring, at, used, leader);
     rows.load(odd, block + 2, quarter);
     if (++block == p.blocks) break;
   }
-  if constexpr (!FEW) {
-    wgmma_wait<0>();
-    if (leader) barrier_arrive(used);
-  }
+  wgmma_wait<0>();
+  if (leader) barrier_arrive(used);
 }
 
 // Output, in its block of 64, of fragment row g (gate) and g + 8 (up) of a warp in `unit`; see the permutation above.

@@ -14,7 +14,7 @@ from mxk_compile.errors import SettingsError
 from mxk_compile.kernels.cuda.build import cache_folder, write_whole
 from mxk_compile.settings import settings
 
-DECODE_ROUTES = (64, 256, 1024, 2048)
+DECODE_ROUTES = (64, 256, 1024)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
 _SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of moe_decode.cu
 _TILE_SIZES = range(16, 129, 16)  # of the prefill kernel
@@ -97,45 +97,38 @@ class Schedule:
 def heuristic(problem: Problem) -> Schedule:
     """The schedule for a problem nobody tuned: a pure function.
 
-    An expert's bytes are unpacked again for every `column_tiles` eights of its rows: with more rows, prefill.
+    The decode kernel unpacks an expert's bytes again for every eight of its rows: with more rows, prefill.
     """
-    rows, routes = problem.rows_per_expert, problem.num_tokens * problem.top_k
-    if rows <= 20 and routes <= DECODE_ROUTES[-1]:
-        # Rows of an expert spread about their mean: nearly all should fit.
-        wanted = 1 if rows <= 4 else 2 if rows <= 11 else 3
-        for column_tiles in range(wanted, 0, -1):
-            macros = decode_macros(problem, column_tiles)
-            if macros is not None and rows <= 8 * column_tiles:
+    rows = problem.rows_per_expert
+    if rows <= _DECODE_ROWS:
+        for split in DECODE_SPLITS:
+            macros = decode_macros(problem, split)
+            if macros is not None:
                 return Schedule("decode", macros)
     return Schedule("prefill", sizes=prefill_sizes(rows))
 
 
-_SPLITS = ((6, 2, 4), (12, 1, 4), (4, 2, 7), (8, 1, 7))
+_DECODE_ROWS = 4  # mean of an expert; nearly all have at most eight then
+DECODE_SPLITS = ((6, 2, 4), (12, 1, 4), (4, 2, 7), (8, 1, 7))
 """Warps and groups of the decode kernel, the faster ones first (docs/performance/h200.md), and how many steps of 128
-columns x column tiles a warp's registers hold: 16 registers each, beside about 80 for the rest."""
+columns a warp's registers hold: 16 registers each, beside about 80 for the rest."""
 
 
-def decode_macros(problem: Problem, column_tiles: int) -> tuple[tuple[str, int], ...] | None:
-    """Macros of the decode kernel that fit registers and shared memory, or None if none do."""
+def decode_macros(problem: Problem, split: tuple[int, int, int]) -> tuple[tuple[str, int], ...] | None:
+    """Macros of the decode kernel with a split of `DECODE_SPLITS`; None if registers or shared memory do not hold it."""
+    warps, groups, held = split
     routes = problem.num_tokens * problem.top_k
-    columns = max(problem.hidden_size, problem.intermediate_size)
     room = next((size for size in DECODE_ROUTES if routes <= size), None)
-    if room is None:
+    steps = -(-max(problem.hidden_size, problem.intermediate_size) // 128)
+    if room is None or -(-steps // warps) > held:
         return None
-    for warps, groups, held in _SPLITS:
-        steps = (columns + 127) // 128
-        if (steps + warps - 1) // warps * column_tiles > held:
-            continue
-        for stages in (4, 3, 2) if groups == 1 else (4, 2):
-            if _decode_shared(problem, warps, groups, stages, column_tiles, room) <= _SHARED_BYTES:
-                split = {"warps": warps, "groups": groups, "stages": stages}
-                return tuple((split | {"column_tiles": column_tiles, "max_routes": room}).items())
+    for stages in (4, 2):
+        if _decode_shared(problem, warps, groups, stages, room) <= _SHARED_BYTES:
+            return ("warps", warps), ("groups", groups), ("stages", stages), ("max_routes", room)
     return None
 
 
-def _decode_shared(
-    problem: Problem, warps: int, groups: int, stages: int, column_tiles: int, max_routes: int
-) -> int:
+def _decode_shared(problem: Problem, warps: int, groups: int, stages: int, max_routes: int) -> int:
     """Bytes of shared memory of moe_decode.cu, at most: slots are largest where rows are copied one by one."""
 
     def up(value: int, step: int) -> int:
@@ -147,7 +140,7 @@ def _decode_shared(
         return up(16 * stride + 2 * (up(8 * (columns // 32), 16) + 32), 128)
 
     buffers = 6 if groups == 2 else 3
-    partials = buffers * column_tiles * warps * 512
+    partials = buffers * warps * 512
     lists = up(16 * (stages + buffers), 16) + 2 * up(4 * problem.num_experts, 16) + 16 * max_routes
     return up(
         stages * max(slot(problem.hidden_size), slot(problem.intermediate_size)) + partials + lists + 16, 128

@@ -16,7 +16,14 @@ from mxk_compile.errors import KernelError
 from mxk_compile.kernels.cuda import Prepared
 from mxk_compile.kernels.cuda import schedule as schedules
 from mxk_compile.kernels.cuda.build import cache_folder
-from mxk_compile.kernels.cuda.schedule import Problem, Schedule, decode_macros, heuristic, prefill_sizes
+from mxk_compile.kernels.cuda.schedule import (
+    DECODE_SPLITS,
+    Problem,
+    Schedule,
+    decode_macros,
+    heuristic,
+    prefill_sizes,
+)
 from mxk_compile.kernels.desc import MoEDesc
 from mxk_compile.kernels.select import supports
 from mxk_compile.ops.moe import reference
@@ -99,14 +106,10 @@ def candidates(problem: Problem) -> Iterator[Schedule]:
     """Schedules worth timing for a problem, without repetition; the untuned one comes first."""
     rows = problem.rows_per_expert
     found = [heuristic(problem)]
-    for column_tiles in (1, 2, 3, 4):
-        macros = decode_macros(problem, column_tiles)
-        if macros is not None and (column_tiles == 1 or rows > 2):
+    for split in DECODE_SPLITS:
+        macros = decode_macros(problem, split)
+        if macros is not None:
             found.append(Schedule("decode", macros))
-            for warps, groups in ((4, 2), (6, 2), (8, 1), (12, 1)):
-                found.append(
-                    Schedule("decode", tuple((dict(macros) | {"warps": warps, "groups": groups}).items()))
-                )
     if rows >= 4:
         for sizes in (prefill_sizes(rows), (128,), (32, 128), (64, 128), (32, 64, 96, 128), (16, 32)):
             found.append(Schedule("prefill", sizes=sizes))
