@@ -100,7 +100,7 @@ def heuristic(problem: Problem) -> Schedule:
     The decode kernel unpacks an expert's bytes again for every eight of its rows: with more rows, prefill.
     """
     rows = problem.rows_per_expert
-    if rows <= _DECODE_ROWS:
+    if rows <= _DECODE_ROWS or (rows <= _COLUMNS and problem.num_tokens <= _DECODE_TOKENS):
         for split in DECODE_SPLITS:
             macros = decode_macros(problem, split)
             if macros is not None:
@@ -108,14 +108,18 @@ def heuristic(problem: Problem) -> Schedule:
     return Schedule("prefill", sizes=prefill_sizes(rows))
 
 
+_COLUMNS = 8  # rows of an expert that the decode kernel takes at once
 _DECODE_ROWS = 4  # mean of an expert; nearly all have at most eight then
+_DECODE_TOKENS = (
+    32  # up to here experts are likelier to have fewer rows than the mean: where not all routes are local
+)
 DECODE_SPLITS = ((6, 2, 4), (12, 1, 4), (4, 2, 7), (8, 1, 7))
 """Warps and groups of the decode kernel, the faster ones first (docs/performance/h200.md), and how many steps of 128
 columns a warp's registers hold: 16 registers each, beside about 80 for the rest."""
 
 
 def decode_macros(problem: Problem, split: tuple[int, int, int]) -> tuple[tuple[str, int], ...] | None:
-    """Macros of the decode kernel with a split of `DECODE_SPLITS`; None if registers or shared memory do not hold it."""
+    """Macros of the decode kernel with one of `DECODE_SPLITS`; None if registers or shared memory do not hold it."""
     warps, groups, held = split
     routes = problem.num_tokens * problem.top_k
     room = next((size for size in DECODE_ROUTES if routes <= size), None)
