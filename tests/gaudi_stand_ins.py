@@ -69,6 +69,24 @@ def decode(weight: Tensor, scale: Tensor) -> Tensor:
     return _E2M1[codes] * factor.repeat_interleave(32, dim=-1)
 
 
+def _matrix(given: dict[str, Any], name: str) -> tuple[int, int, int, Callable[[int], Tensor]]:
+    """Experts, outputs, inputs of w13 or w2, and an expert's fp64 [outputs, inputs], from either packing."""
+    weight, scale, zero = given[name], given["s" + name[1:]], given.get("z" + name[1:])
+    if zero is None:
+        num_experts, outputs, half = weight.shape
+        return num_experts, outputs, 2 * half, lambda expert: decode(weight[expert], scale[expert])
+
+    def columns(packed: Tensor) -> Tensor:
+        return torch.stack([packed >> 4 * nibble & 15 for nibble in range(8)], dim=-1).flatten(-2).double()
+
+    def value(expert: int) -> Tensor:
+        steps = [group.double().repeat_interleave(32, 0) for group in (columns(zero), scale[expert])]
+        return ((columns(weight[expert]) - steps[0]) * steps[1]).T
+
+    num_experts, inputs, words = weight.shape
+    return num_experts, 8 * words, inputs, value
+
+
 def _local(ids: Tensor, experts_min: int, num_experts: int) -> Iterator[tuple[int, int, int, int]]:
     """(route, token, slot, expert) of each local route."""
     for token, row in enumerate(ids.tolist()):
@@ -78,17 +96,17 @@ def _local(ids: Tensor, experts_min: int, num_experts: int) -> Iterator[tuple[in
 
 
 def _gate_up(kernel: Kernel, given: dict[str, Any]) -> Tensor:
-    weight, scale, ids = given["w13"], given["s13"], given["ids"]
-    num_experts, rows, half = weight.shape
-    x = from_chunk_order(given["x"], 2 * half).double()
-    assert (from_chunk_order(given["x"], given["x"].shape[1])[:, 2 * half :] == 0).all(), (
+    ids = given["ids"]
+    num_experts, rows, columns, decoded = _matrix(given, "w13")
+    x = from_chunk_order(given["x"], columns).double()
+    assert (from_chunk_order(given["x"], given["x"].shape[1])[:, columns:] == 0).all(), (
         "x is not padded by zeros"
     )
     result = torch.full((ids.numel(), rows // 2), float("nan"), dtype=torch.bfloat16)
     values: dict[int, Tensor] = {}
     for route, token, _, expert in _local(ids, given["experts_min"], num_experts):
         if expert not in values:
-            values[expert] = decode(weight[expert], scale[expert])
+            values[expert] = decoded(expert)
         y = values[expert] @ x[token]
         if "b13" in given:
             y = y + given["b13"][expert].double()
@@ -104,14 +122,14 @@ def _gate_up(kernel: Kernel, given: dict[str, Any]) -> Tensor:
 
 
 def _down(kernel: Kernel, given: dict[str, Any]) -> Tensor:
-    weight, scale, ids = given["w2"], given["s2"], given["ids"]
-    num_experts, hidden_size, half = weight.shape
-    a = from_chunk_order(given["a"], 2 * half).double()
+    ids = given["ids"]
+    num_experts, hidden_size, columns, decoded = _matrix(given, "w2")
+    a = from_chunk_order(given["a"], columns).double()
     routes = torch.zeros(*ids.shape, hidden_size, dtype=torch.float64)
     values: dict[int, Tensor] = {}
     for route, token, slot, expert in _local(ids, given["experts_min"], num_experts):
         if expert not in values:
-            values[expert] = decode(weight[expert], scale[expert])
+            values[expert] = decoded(expert)
         y = values[expert] @ a[route]
         if "b2" in given:
             y = y + given["b2"][expert].double()

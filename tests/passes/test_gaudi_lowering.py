@@ -357,6 +357,42 @@ def test_int4_operands_that_the_kernels_do_not_read(
     assert stand_ins.called == []
 
 
+@pytest.mark.parametrize(("shared", "emulate"), [(True, True), (True, False), (False, False)])
+def test_wna16_nodes_run_on_the_layout_they_hold(
+    shared: bool, emulate: bool, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stock WNA16 graph: conversions of weights packed along the output dimension, one zero point for all."""
+    monkeypatch.setattr(stand_ins, "emulate", emulate)
+    sizes = {"num_tokens": 3, "num_experts": 4, "top_k": 2, "hidden_size": 96, "intermediate_size": 160}
+    case = random_case(weight_format="uint4", pack_dim="output", experts_min=8, **sizes)
+    zero = [torch.full((size // 32, columns // 8), 0x88888888 - 2**32, dtype=torch.int32)
+            for size, columns in ((96, 320), (160, 96))]  # fmt: skip
+
+    def model(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        def converted(packed: Tensor, scale: Tensor, zero: Tensor) -> list[Tensor]:
+            return [
+                torch.ops.hpu.convert_from_uint4(
+                    packed[e], scale[e], zero if shared else zero.clone(), torch.bfloat16
+                )
+                for e in range(4)
+            ]
+
+        w13 = converted(case.w13, case.w13_scale, zero[0])
+        w2 = converted(case.w2, case.w2_scale, zero[1])
+        return stock.fused_weights(x, ids, weights, w13, w2, False, "silu", 8, 11)
+
+    found, graphs = Report(), []  # type: ignore[var-annotated]
+    result = compiled(model, found, graphs)(*case.routing)
+    ours = [name for name in targets(graphs[0]) if name.startswith(("custom_op", "mxk"))]
+    assert ours == (["custom_op.mxk_w13i4o.default", "custom_op.mxk_w2i4o.default"] if shared else [])
+    assert rel_l2(result, case.reference(round_intermediate=True)) < (2e-3 if shared else 1e-2)
+    if shared:
+        desc = MoEDesc.from_call(*case.routing, *case.weights, **case.attributes)
+        zeros = [tensor.expand(4, *tensor.shape) for tensor in zero]
+        weights = [*case.weights[:4], *zeros]
+        assert rel_l2(tpc.moe(desc, *case.routing, *weights, experts_min=8), result) < 1e-3
+
+
 def test_missing_op_library_is_named() -> None:
     reason = tpc.usable("mxk_not_built")
     assert (

@@ -10,6 +10,7 @@ from torch import Tensor
 from mxk_compile.kernels import tpc
 from mxk_compile.kernels.tpc import emulate, emulated_ops
 from mxk_compile.kernels.tpc.signatures import KERNELS
+from mxk_compile.ops.formats.nibbles import as_words, pack_nibbles
 from mxk_compile.testing import MoECase
 
 
@@ -29,6 +30,9 @@ def run_pair(
     }
     if case.w13_bias is not None and case.w2_bias is not None:
         arguments |= {"b13": case.w13_bias.float(), "b2": case.w2_bias.float()}
+    if case.w13_zero is not None and case.w2_zero is not None:  # the first expert's, for all
+        arguments |= {"z13": as_words(pack_nibbles(case.w13_zero[0]))}
+        arguments |= {"z2": as_words(pack_nibbles(case.w2_zero[0]))}
     first, second = (KERNELS[name] for name in kernels)
     arguments["a"], gate_up = emulated_ops.call(first, arguments, builds[0])
     result, down = emulated_ops.call(second, arguments, builds[1])

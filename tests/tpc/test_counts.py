@@ -32,6 +32,7 @@ PAIRS = {
     ("mxk_w13xt", "mxk_w2x"): {},
     ("mxk_w13i4x", "mxk_w2i4x"): {"weight_format": "uint4"},
     ("mxk_w13i4xt", "mxk_w2i4x"): {"weight_format": "uint4"},
+    ("mxk_w13i4o", "mxk_w2i4o"): {"weight_format": "uint4", "pack_dim": "output", "zero": True},
 }
 
 

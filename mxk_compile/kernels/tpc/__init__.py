@@ -48,6 +48,7 @@ class _Calls:
     bias: bool = False
     per_route: bool = False
     weight_format: str = "mxfp4"
+    pack_dim: str = "input"
 
 
 _CALLS = {
@@ -58,6 +59,7 @@ _CALLS = {
     "muse": _Calls("gate_up", "silu", per_route=True),
     "int4": _Calls("gate_up", "silu", weight_format="uint4"),
     "kimi_int4": _Calls("gate_up", "silu", weight_format="uint4"),
+    "wna16": _Calls("gate_up", "silu", weight_format="uint4", pack_dim="output"),
 }
 
 _unusable: dict[str, str] = {}
@@ -82,9 +84,8 @@ def _choose(desc: MoEDesc) -> tuple[str | None, str]:
     """(variant, "") whose kernels run `desc` here, or (None, why there is none)."""
     if desc.dtype != torch.bfloat16:
         return None, f"hidden_states are {desc.dtype}; allowed: torch.bfloat16"
-    if desc.pack_dim != "input":
-        return None, f"pack_dim is {desc.pack_dim!r}; allowed: 'input', the layout that the kernels read"
-    call = _Calls(desc.row_order, desc.activation, desc.bias, desc.per_route, desc.weight_format)
+    attributes = desc.row_order, desc.activation, desc.bias, desc.per_route, desc.weight_format
+    call = _Calls(*attributes, desc.pack_dim)
     variants = [variant for variant, computes in _CALLS.items() if computes == call]
     if not variants:
         return None, f"no kernel for {desc}; allowed: {'; '.join(_described(c) for c in _CALLS.values())}"
@@ -108,7 +109,8 @@ def _choose(desc: MoEDesc) -> tuple[str | None, str]:
 
 def _described(call: _Calls) -> str:
     parts = [call.weight_format, call.row_order, call.activation]
-    return " ".join(parts + ["bias"] * call.bias + ["per_route"] * call.per_route)
+    packed = [f"pack_dim={call.pack_dim}"] * (call.pack_dim != "input")
+    return " ".join(parts + packed + ["bias"] * call.bias + ["per_route"] * call.per_route)
 
 
 def _kernels(variant: str) -> tuple[Kernel, Kernel]:
@@ -138,9 +140,14 @@ def misfit(desc: MoEDesc, weights: Sequence[Any]) -> str | None:
         weights: the weight arguments of `mxk::moe` in order, stacked or as lists; `desc` does not tell all of them.
     """
     *packed, w13_zero, w2_zero = (*weights, None, None)[:6]
-    if any(zero is not None and len(zero) for zero in (w13_zero, w2_zero)):
-        return "Gaudi kernels: zero points are given; allowed: none, which makes code 8 zero"
     given = dict(zip(("w13", "s13", "w2", "s2"), packed, strict=True))
+    zeros = [zero for zero in (w13_zero, w2_zero) if zero is not None and len(zero)]
+    if desc.pack_dim == "output":
+        if len(zeros) != 2 or any(_shared(zero) is None for zero in zeros):
+            return "Gaudi kernels: zero points are not one tensor for all experts; allowed: one for w13, one for w2"
+        given |= {"z13": _shared(zeros[0]), "z2": _shared(zeros[1])}
+    elif zeros:
+        return "Gaudi kernels: zero points are given; allowed: none, which makes code 8 zero"
     for kernel in _kernels(_variant(desc)):
         for tensor in kernel.inputs:
             if (value := given.get(tensor.name)) is None:
@@ -149,6 +156,14 @@ def misfit(desc: MoEDesc, weights: Sequence[Any]) -> str | None:
             if dtype != _DTYPES[tensor.dtype]:
                 return f"Gaudi kernels: {tensor.name} is {dtype}; allowed: {_DTYPES[tensor.dtype]}"
     return None
+
+
+def _shared(zero: Weights) -> Tensor | None:
+    """The one tensor behind zero points that all experts share, a list or a tensor repeated along dim 0; else None."""
+    first = zero[0]
+    if isinstance(zero, Tensor):
+        return first if zero.stride(0) == 0 or len(zero) == 1 else None
+    return first if all(other is first for other in zero) else None
 
 
 def config(desc: MoEDesc) -> KernelConfig:
@@ -246,6 +261,10 @@ def sequence(
     if desc.bias:
         arguments["b13"] = bias(w13_bias, 2 * desc.intermediate_size)
         arguments["b2"] = bias(w2_bias, desc.hidden_size)
+    if desc.pack_dim == "output":
+        assert w13_zero is not None  # misfit
+        assert w2_zero is not None
+        arguments |= {"z13": w13_zero[0].contiguous(), "z2": w2_zero[0].contiguous()}
     first, second = _kernels(_variant(desc))
     arguments["a"] = call_kernel(first, arguments)
     return call_kernel(second, arguments)
@@ -285,7 +304,13 @@ def moe(
             "per_route": desc.per_route,
         }
         return reference(hidden_states, topk_ids, topk_weights, *weights, **{**attributes, **scalars})
-    stacked: list[Any] = [_stacked(weight) for weight in weights]
+    shared = (
+        range(4, 6) if desc.pack_dim == "output" else range(0)
+    )  # zero points, of which `sequence` takes the first
+    stacked: list[Any] = [
+        weight[0].unsqueeze(0) if index in shared else _stacked(weight)
+        for index, weight in enumerate(weights)
+    ]
     return sequence(desc, hidden_states, topk_ids, topk_weights, *stacked, **scalars)
 
 

@@ -152,6 +152,8 @@ _W13 = "x bf16 [T,KP]; ids i32 [T,k]; w13 u8 [E,2I,K/2]; s13 u8 [E,2I,K/32]"
 _W2 = "a bf16 [R,IP]; ids i32 [T,k]; rw f32 [T,k]; w2 u8 [E,K,I/2]; s2 u8 [E,K,I/32]"
 _W13_INT4 = "x bf16 [T,KP]; ids i32 [T,k]; w13 u8 [E,2I,K/2]; s13 bf16 [E,2I,K/32]"
 _W2_INT4 = "a bf16 [R,IP]; ids i32 [T,k]; rw f32 [T,k]; w2 u8 [E,K,I/2]; s2 bf16 [E,K,I/32]"
+_W13_OUTPUT = "x bf16 [T,KP]; ids i32 [T,k]; w13 i32 [E,K,2I/8]; s13 bf16 [E,K/32,2I]; z13 i32 [K/32,2I/8]"
+_W2_OUTPUT = "a bf16 [R,IP]; ids i32 [T,k]; rw f32 [T,k]; w2 i32 [E,I,K/8]; s2 bf16 [E,I/32,K]; z2 i32 [I/32,K/8]"
 _A = "a bf16 [R,IP]"
 
 # fmt: off
@@ -168,6 +170,9 @@ _ROWS = (
     _kernel("mxk_w13i4x", _W13_INT4, _A, "experts_min:int"),
     _kernel("mxk_w13i4xt", _W13_INT4, _A, "experts_min:int"),
     _kernel("mxk_w2i4x", _W2_INT4, "y bf16 [T,K]", "experts_min:int"),
+    # The same packed along the output dimension, zero points shared by the experts: the stock WNA16 graph's layout.
+    _kernel("mxk_w13i4o", _W13_OUTPUT, _A, "experts_min:int"),
+    _kernel("mxk_w2i4o", _W2_OUTPUT, "y bf16 [T,K]", "experts_min:int"),
 )
 # fmt: on
 KERNELS = {kernel.name: kernel for kernel in _ROWS}
@@ -180,6 +185,7 @@ VARIANT_KERNELS = {
     "kimi": ("mxk_w13xt", "mxk_w2x"),
     "int4": ("mxk_w13i4x", "mxk_w2i4x"),
     "kimi_int4": ("mxk_w13i4xt", "mxk_w2i4x"),
+    "wna16": ("mxk_w13i4o", "mxk_w2i4o"),
 }
 """Kernels that a build of this variant holds, in the order of its GUID list. MiMo-V2.6-Pro runs the build of glm."""
 
@@ -191,6 +197,7 @@ VARIANT_LIMITS = {
     "kimi": Limits(512, 8192, 512, 3072, 16),
     "int4": Limits(512, 6144, 512, 3072, 16),
     "kimi_int4": Limits(512, 8192, 512, 3072, 16),
+    "wna16": Limits(32, 7168, 32, 3072, 16),
 }
 """Of one call; the first five published with the same kernels ("MXFP4 MoE decode kernels", limitations)."""
 
