@@ -30,6 +30,8 @@ def unavailable() -> str | None:
     """None if the current device and this installation can run the kernels, else the reason."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
+    if torch.version.hip is not None:  # some of whose devices say 9.0 too
+        return "torch was built for ROCm; allowed: CUDA"
     capability = torch.cuda.get_device_capability()
     if capability != _CAPABILITY:
         name = torch.cuda.get_device_name()

@@ -1,0 +1,81 @@
+"""Why a call has no CUDA kernel, in one line; devices are made up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mxk_compile.kernels import MoEDesc, select, supports
+from mxk_compile.kernels.cuda import build
+
+GOOD = MoEDesc(
+    device="cuda",
+    dtype=torch.bfloat16,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_experts=128,
+    top_k=4,
+    group_sizes=(32, 32),
+    weight_format="mxfp4",
+    pack_dim="input",
+    row_order="interleaved",
+    activation="swiglu_oai",
+    bias=True,
+)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that can run the kernels."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some device")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(build, "missing", lambda: None)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_hopper_device_runs_what_the_kernels_take() -> None:
+    assert supports(GOOD) is None
+    assert str(select(GOOD)) == "cuda/nvrtc/sm_90a"
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"weight_format": "uint4"}, "weight_format is 'uint4'; allowed: 'mxfp4'"),
+        ({"dtype": torch.float16}, "hidden_states are torch.float16; allowed: torch.bfloat16"),
+        ({"hidden_size": 2896}, "K = 2896, I = 2880; allowed: multiples of 32 above 0"),
+        ({"intermediate_size": 0}, "K = 2880, I = 0; allowed: multiples of 32 above 0"),
+        ({"num_experts": 1025}, "E = 1025, k = 4; allowed: E up to 1024, k of 1 to 64"),
+        ({"top_k": 0}, "E = 128, k = 0; allowed: E up to 1024, k of 1 to 64"),
+    ],
+)
+def test_what_they_do_not_take(changes: dict[str, object], reason: str) -> None:
+    assert supports(dataclasses.replace(GOOD, **changes)) == f"CUDA kernels: {reason}"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_devices_that_do_not_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        assert supports(GOOD) == "CUDA kernels: there is no CUDA device"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "hip", "6.4")
+        assert supports(GOOD) == "CUDA kernels: torch was built for ROCm; allowed: CUDA"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+        reason = "some device has compute capability 10.0; allowed: 9.0 (Hopper)"
+        assert supports(GOOD) == f"CUDA kernels: {reason}"
+    monkeypatch.setattr(build, "missing", lambda: "the package cuda-bindings is missing")
+    assert supports(GOOD) == "CUDA kernels: the package cuda-bindings is missing"
+
+
+def test_without_the_bindings_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    assert build.missing() == "the package cuda-bindings is missing; install mxk-compile[cuda]"
