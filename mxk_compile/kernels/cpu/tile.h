@@ -7,7 +7,8 @@
 // magnitude outside 2^+-90, take 0 digits: plain fp32 arithmetic (exact.h), as do weight rows with scales that need IEEE
 // special cases. The intermediate is kept in fp32 until it becomes digits: a rounding to
 // bf16 would alone cost as much accuracy (1.7e-3) as the one that the result cannot avoid.
-// A result depends on its token and row only, never on T, routing or threads.
+// A result depends on its token and row only, never on T, routing or threads; with a matrix unit (below) also on whether its
+// expert has enough rows to take it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
