@@ -3,7 +3,8 @@
 Each line of output is one JSON object, medians in us; `of_ours` is the peer's time over ours. Every round gives each
 implementation the same fresh routing on the next of its copies of the layer; `packed_gb_s` counts the packed bytes of
 the experts that were touched, whatever is read. The peers are modules of benchmarks/peers; those that are not installed
-say so on stderr. Instruction sets of ours besides the best one may be named.
+say so on stderr. Instruction sets of ours besides the best one may be named. `--cpu-time` counts the CPU time of one
+thread instead: on a machine that others use, its ratios hold where those of wall time do not.
 
     python benchmarks/bench_peers.py --variant gptoss --tokens 1,4,8,32 --isa amx,avx512,avx2,portable
 """
@@ -66,7 +67,12 @@ def implementations(cases: list[MoECase], isas: list[str]) -> dict[str, list[Lay
 
 
 def measure(
-    name: str, layers: dict[str, list[Layer]], cases: list[MoECase], num_tokens: int, rounds: int
+    name: str,
+    layers: dict[str, list[Layer]],
+    cases: list[MoECase],
+    num_tokens: int,
+    rounds: int,
+    clock: Callable[[], float],
 ) -> None:
     """Prints the rows of one T."""
     generator = torch.Generator().manual_seed(num_tokens)
@@ -86,9 +92,9 @@ def measure(
         ids, weights = routing(cases[0], num_tokens, generator, even=False)
         touched = len(ids.unique()) * packed_bytes(cases[0])
         for peer, copies in layers.items():
-            start = time.perf_counter()
+            start = clock()
             copies[step % len(copies)](x, ids, weights)
-            elapsed = time.perf_counter() - start
+            elapsed = clock() - start
             if step >= 2:  # the first two warm up
                 seconds[peer].append(elapsed)
                 rates[peer].append(touched / elapsed / 1e9)
@@ -101,7 +107,18 @@ def measure(
         line["packed_gb_s"] = round(statistics.median(rates[peer]), 2)
         line["read_gb_s"] = round(max(bandwidth, read_bandwidth(cases)), 2)
         line["rel_l2"] = float(f"{errors[peer]:.3g}")
-        print(json.dumps({**line, "rounds": rounds, "copies": len(cases), "machine": machine()}), flush=True)
+        print(
+            json.dumps(
+                {
+                    **line,
+                    "rounds": rounds,
+                    "copies": len(cases),
+                    "clock": clock.__name__,
+                    "machine": machine(),
+                }
+            ),
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -115,13 +132,15 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=2, help="layers cycled through, in each form")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time, one thread")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1 if arguments.cpu_time else arguments.threads)
+    clock = time.thread_time if arguments.cpu_time else time.perf_counter
     with torch.inference_mode():
         cases = [make_case(arguments.variant, seed) for seed in range(arguments.copies)]
         layers = implementations(cases, arguments.isa.split(","))
         for num_tokens in map(int, arguments.tokens.split(",")):
-            measure(arguments.variant, layers, cases, num_tokens, arguments.rounds)
+            measure(arguments.variant, layers, cases, num_tokens, arguments.rounds, clock)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,12 @@ def select(isa: str) -> bool:
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each instruction set in turn, the tile unit emulated where there is none; settings' choice is restored."""
+    if request.param == "baseline" and request.node.originalname in (
+        "test_shapes",
+        "test_large_shapes",
+        "test_tokens",
+    ):
+        pytest.skip("slow, and no steps of its own in these")
     if request.param == "amx":
         request.getfixturevalue("amx")
     elif not select(request.param):

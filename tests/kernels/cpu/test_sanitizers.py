@@ -44,7 +44,7 @@ def test_random_calls(tmp_path: Path, sanitizer: str) -> None:
     ]
     subprocess.run([*command, "-Wl,--no-as-needed", "-lgomp", "-lpthread"], check=True)
     # The thread sanitizer does not see libgomp's own synchronisation: there, threads are callers at once instead.
-    rounds, environment = ("60", {}) if "address" in sanitizer else ("30", {"OMP_THREAD_LIMIT": "1"})
+    rounds, environment = ("40", {}) if "address" in sanitizer else ("20", {"OMP_THREAD_LIMIT": "1"})
     result = subprocess.run(
         [str(driver), rounds], capture_output=True, text=True, env={**os.environ, **environment}
     )
