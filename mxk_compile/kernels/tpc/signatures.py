@@ -153,7 +153,9 @@ _W2 = "a bf16 [R,IP]; ids i32 [T,k]; rw f32 [T,k]; w2 u8 [E,K,I/2]; s2 u8 [E,K,I
 _W13_INT4 = "x bf16 [T,KP]; ids i32 [T,k]; w13 u8 [E,2I,K/2]; s13 bf16 [E,2I,K/32]"
 _W2_INT4 = "a bf16 [R,IP]; ids i32 [T,k]; rw f32 [T,k]; w2 u8 [E,K,I/2]; s2 bf16 [E,K,I/32]"
 _W13_OUTPUT = "x bf16 [T,KP]; ids i32 [T,k]; w13 i32 [E,K,2I/8]; s13 bf16 [E,K/32,2I]; z13 i32 [K/32,2I/8]"
-_W2_OUTPUT = "a bf16 [R,IP]; ids i32 [T,k]; rw f32 [T,k]; w2 i32 [E,I,K/8]; s2 bf16 [E,I/32,K]; z2 i32 [I/32,K/8]"
+_W2_OUTPUT = (
+    "a bf16 [R,IP]; ids i32 [T,k]; rw f32 [T,k]; w2 i32 [E,I,K/8]; s2 bf16 [E,I/32,K]; z2 i32 [I/32,K/8]"
+)
 _A = "a bf16 [R,IP]"
 
 # fmt: off
