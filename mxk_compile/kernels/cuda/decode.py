@@ -89,8 +89,6 @@ class Decode:
         routes = call.num_tokens * desc.top_k
         self._blocks = multiprocessors(call.device)
         chosen = {f"MXK_{name.upper()}": value for name, value in macros}
-        # All routes as columns of one product need no list of rows; per-route outputs are not summed that way.
-        few = routes <= 8 * chosen.get("MXK_COLUMN_TILES", 1) and not desc.per_route
         settled = {
             "MXK_HIDDEN": desc.hidden_size,
             "MXK_INTER": desc.intermediate_size,
@@ -101,10 +99,7 @@ class Decode:
             "MXK_PER_ROUTE": int(desc.per_route),
             "MXK_ALIGNED": int(operands.aligned(desc)),
             "MXK_X_ALIGNED": int(call.x_aligned),
-            "MXK_BLOCKS": self._blocks,
         }
-        if not few:
-            chosen["MXK_FEW"] = 0
         self._kernel = _kernel(tuple(sorted((chosen | settled).items())))
         parts = (operands.w13, operands.s13, operands.b13, operands.w2, operands.s2, operands.b2)
         self._argument = _DECODE.pack(
@@ -113,7 +108,7 @@ class Decode:
             *(*call.ids_type, call.weights_type, operands.b13.dtype, operands.b2.dtype, activation(desc)),
             *(operands.gate_row, operands.up_row, operands.up_expert, call.alpha, call.limit),
         )
-        self._h_bytes = -(-4 * routes * desc.intermediate_size // 256) * 256
+        self._h_bytes = -(-2 * routes * desc.intermediate_size // 256) * 256
         self._bytes = self._h_bytes + 4 * routes * desc.hidden_size
         self._out_shape = call.out_shape
 

@@ -19,7 +19,7 @@ DECODE_ROUTES = (64, 256, 1024)
 _SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of moe_decode.cu
 _TILE_SIZES = range(16, 129, 16)  # of the prefill kernel
 _MOST_SIZES = 4
-_DECODE_NAMES = ("warps", "groups", "stages", "tiles13", "tiles2", "column_tiles", "few", "max_routes")
+_DECODE_NAMES = ("warps", "groups", "stages", "tiles13", "tiles2", "column_tiles", "max_routes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ _DECODE_ROWS = 4  # mean of an expert; nearly all have at most eight then
 _DECODE_TOKENS = (
     32  # up to here experts are likelier to have fewer rows than the mean: where not all routes are local
 )
-DECODE_SPLITS = ((6, 2, 4), (12, 1, 4), (4, 2, 7), (8, 1, 7))
+DECODE_SPLITS = ((6, 2, 4), (4, 2, 8), (8, 1, 7), (12, 1, 4))
 """Warps and groups of the decode kernel, the faster ones first (docs/performance/h200.md), and how many steps of 128
 columns a warp's registers hold: 16 registers each, beside about 80 for the rest."""
 
@@ -126,29 +126,42 @@ def decode_macros(problem: Problem, split: tuple[int, int, int]) -> tuple[tuple[
     steps = -(-max(problem.hidden_size, problem.intermediate_size) // 128)
     if room is None or -(-steps // warps) > held:
         return None
-    for stages in (4, 2):
-        if _decode_shared(problem, warps, groups, stages, room) <= _SHARED_BYTES:
-            return ("warps", warps), ("groups", groups), ("stages", stages), ("max_routes", room)
-    return None
+    # A slot of the ring holds 16 rows of w13, or as many more of w2 as they are shorter. The room for routes is not
+    # looked at, so that the ring is the same for every number of tokens.
+    shorter = min(3, _decode_slot(problem.hidden_size, 1) // _decode_slot(problem.intermediate_size, 1))
+    rings = [
+        (stages * tiles2, stages, tiles2)
+        for stages in ((4, 3, 2) if groups == 1 else (4, 2))
+        for tiles2 in range(1, max(1, shorter) + 1)
+        if _decode_shared(problem, warps, groups, stages, tiles2, DECODE_ROUTES[-1]) <= _SHARED_BYTES
+    ]
+    if not rings:
+        return None
+    _, stages, tiles2 = max(rings)
+    ring = ("stages", stages), ("tiles2", tiles2)
+    return ("warps", warps), ("groups", groups), *ring, ("max_routes", room)
 
 
-def _decode_shared(problem: Problem, warps: int, groups: int, stages: int, max_routes: int) -> int:
-    """Bytes of shared memory of moe_decode.cu, at most: slots are largest where rows are copied one by one."""
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step
 
-    def up(value: int, step: int) -> int:
-        return -(-value // step) * step
 
-    def slot(columns: int) -> int:
-        row = columns // 2
-        stride = row // 128 * 128 + (64 if row % 128 <= 64 else 192)
-        return up(16 * stride + 2 * (up(8 * (columns // 32), 16) + 32), 128)
+def _decode_slot(columns: int, tiles: int) -> int:
+    """Bytes of `tiles` times 16 rows in a slot of the ring, at most: where rows are copied one by one."""
+    row = columns // 2
+    stride = row // 128 * 128 + (64 if row % 128 <= 64 else 192)
+    return _up(16 * tiles * stride + 2 * (_up(8 * tiles * (columns // 32), 16) + 32), 128)
 
+
+def _decode_shared(
+    problem: Problem, warps: int, groups: int, stages: int, tiles2: int, max_routes: int
+) -> int:
+    """Bytes of shared memory of moe_decode.cu, at most."""
+    slot = max(_decode_slot(problem.hidden_size, 1), _decode_slot(problem.intermediate_size, tiles2))
     buffers = 6 if groups == 2 else 3
-    partials = buffers * warps * 512
-    lists = up(16 * (stages + buffers), 16) + 2 * up(4 * problem.num_experts, 16) + 16 * max_routes
-    return up(
-        stages * max(slot(problem.hidden_size), slot(problem.intermediate_size)) + partials + lists + 16, 128
-    )
+    partials = buffers * tiles2 * warps * 512
+    lists = _up(16 * (stages + buffers), 16) + 2 * _up(4 * problem.num_experts, 16) + 16 * max_routes
+    return _up(stages * slot + partials + lists + 16, 128)
 
 
 def prefill_sizes(rows: float) -> tuple[int, ...]:

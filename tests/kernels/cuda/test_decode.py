@@ -1,4 +1,4 @@
-"""moe_decode.cu: its schedules against the fp32 reference, what two digits keep of an activation, and the compiler."""
+"""moe_decode.cu: its schedules against the fp32 reference, and the compiler."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from mxk_compile.kernels.cuda import build
 from mxk_compile.kernels.cuda.schedule import Schedule
 from mxk_compile.testing import MoECase, random_case, rel_l2
 
-DIGITS_ERROR = 1.8e-3  # one bf16 rounding, of the result
-EXACT_ERROR = 2.6e-3  # two: of the intermediate as well
+MOST_ERROR = 1.75e-3  # against the reference with the same rounding of the intermediate: that of the result
 SPLITS = (
     "warps=4,groups=2,stages=4",
     "warps=6,groups=2,stages=8",
@@ -53,72 +52,20 @@ def layer(num_tokens: int, seed: int = 0, **changes: object) -> MoECase:
 @pytest.mark.gpu
 @pytest.mark.parametrize("macros", SPLITS)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 8, 16, 32, 64])
-def test_two_digits_meet_the_reference(macros: str, num_tokens: int, force: Force) -> None:
+def test_every_split_meets_the_reference(macros: str, num_tokens: int, force: Force) -> None:
     force(macros)
     for rms in (1.0, 4.0):
         case = layer(num_tokens, seed=num_tokens, rms=rms)
-        assert rel_l2(case.fused(), case.reference()) <= DIGITS_ERROR
+        assert rel_l2(case.fused(), case.reference(round_intermediate=True)) <= MOST_ERROR
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("macros", SPLITS)
-def test_large_scales_take_the_bf16_product(macros: str, force: Force) -> None:
+def test_scales_above_128_take_two_multiplies(macros: str, force: Force) -> None:
     force(macros)
     case = layer(9, activation="silu", limit=None)
     case.w13_scale[3], case.w2_scale[5, 7] = 129, 140
-    assert rel_l2(case.fused(), case.reference()) <= EXACT_ERROR
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("exponent", [-100, -60, 40])
-def test_magnitudes_far_from_one(exponent: int, force: Force) -> None:
-    force(SPLITS[1])
-    case = layer(5, activation="silu", limit=None, bias=False)
-    case.hidden_states[2] *= 2.0**exponent
-    # Gate and up are as small as that, so the row's result is their product: scale the router to see it.
-    case.topk_weights = case.topk_weights.float()
-    result, expected = case.fused(), case.reference()
-    others = [0, 1, 3, 4]
-    assert rel_l2(result[others], expected[others]) <= DIGITS_ERROR
-    if exponent > -60:  # below, silu(gate) * up is no float
-        assert rel_l2(result[2], expected[2]) <= DIGITS_ERROR
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("macros", SPLITS)
-def test_an_outlier_leaves_the_rest_of_its_row(macros: str, force: Force) -> None:
-    force(macros)
-    case = layer(4, activation="silu", limit=None, bias=False, rms=0.02)
-    case.hidden_states[:, 40] = 20.0  # a thousand times the others; only its group's exponent follows it
-    assert rel_l2(case.fused(), case.reference()) <= DIGITS_ERROR
-
-
-@pytest.mark.gpu
-def test_inf_and_nan_stay_in_their_row(force: Force) -> None:
-    force(SPLITS[0])
-    case = layer(6, top_k=1, num_experts=2)
-    clean = case.fused()
-    case.hidden_states[1, 5], case.hidden_states[4, 300] = torch.inf, torch.nan
-    dirty = case.fused()
-    assert torch.equal(dirty[[0, 2, 3, 5]], clean[[0, 2, 3, 5]])
-    assert not dirty[[1, 4]].isfinite().any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("macros", ["warps=6,groups=2,stages=8,few=1", "warps=8,groups=1,stages=3,few=1"])
-@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 1), (1, 4), (2, 2), (4, 1)])
-def test_few_routes_are_summed_by_the_block_that_owns_the_rows(
-    macros: str, num_tokens: int, top_k: int, force: Force
-) -> None:
-    force(macros)
-    case = layer(num_tokens, top_k=top_k)
-    assert rel_l2(case.fused(), case.reference()) <= DIGITS_ERROR
-    case.topk_ids[0, 0] = -1  # not here
-    assert rel_l2(case.fused(), case.reference()) <= DIGITS_ERROR or top_k * num_tokens == 1
-    case.topk_ids[:] = 5  # duplicates add
-    assert rel_l2(case.fused(), case.reference()) <= DIGITS_ERROR
-    case.topk_ids[:] = -1
-    assert torch.equal(case.fused(), torch.zeros_like(case.hidden_states))
+    assert rel_l2(case.fused(), case.reference(round_intermediate=True)) <= MOST_ERROR
 
 
 @pytest.mark.gpu
@@ -135,10 +82,10 @@ def test_fifty_runs_give_the_same_bits(macros: str, force: Force) -> None:
     "macros",
     [
         {"MXK_SCALES_SMALL": 1, "MXK_WARPS": 6},
-        {"MXK_SCALES_SMALL": 1, "MXK_FEW": 1, "MXK_WARPS": 8, "MXK_GROUPS": 1},
+        {"MXK_SCALES_SMALL": 0, "MXK_TILES2": 2, "MXK_WARPS": 8, "MXK_GROUPS": 1, "MXK_STAGES": 3},
         {"MXK_HIDDEN": 4096, "MXK_INTER": 1024, "MXK_INTERLEAVED": 0, "MXK_PER_ROUTE": 1, "MXK_ALIGNED": 0},
     ],
-    ids=["digits", "few", "copied by hand"],
+    ids=["two groups", "one group", "copied by hand"],
 )
 def test_decode_sources_compile(macros: dict[str, int]) -> None:
     options = (*build._OPTIONS, *(f"-D{macro}={value}" for macro, value in macros.items()))

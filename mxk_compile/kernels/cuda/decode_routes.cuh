@@ -1,0 +1,157 @@
+// The decode kernel's work: routes sorted by expert in every block, and each block's share of the rows.
+#pragma once
+#include "decode.cuh"
+
+// ---- the routes, by expert
+
+// A column block: up to 8 * NT routes of one expert. route[first .. first + count) are its routes.
+struct Routes {
+  const u16 *expert, *first, *count, *route;  // of column block, of column block, of column block, of position
+  const u16* expert_of;                       // of route; NOT_HERE
+  const float* weight;                        // of route
+  int blocks;
+};
+constexpr u32 NOT_HERE = 0xFFFF;
+
+__device__ __forceinline__ u32 local_expert(const Decode& p, int route) {
+  const i64 at = route / TOP_K * p.ids_stride[0] + route % TOP_K * p.ids_stride[1];
+  i64 id;
+  switch (p.ids_bytes) {
+    case 1: id = p.ids_signed ? reinterpret_cast<const signed char*>(p.ids)[at] : p.ids[at]; break;
+    case 2:
+      id = p.ids_signed ? reinterpret_cast<const short*>(p.ids)[at] : reinterpret_cast<const u16*>(p.ids)[at];
+      break;
+    case 4:
+      id = p.ids_signed ? reinterpret_cast<const i32*>(p.ids)[at] : reinterpret_cast<const u32*>(p.ids)[at];
+      break;
+    default:
+      id = reinterpret_cast<const i64*>(p.ids)[at];
+      if (!p.ids_signed && id < 0) return NOT_HERE;
+  }
+  const u64 index = static_cast<u64>(id) - static_cast<u64>(p.experts_min);  // wraps to a large number below the range
+  return index < E ? static_cast<u32>(index) : NOT_HERE;
+}
+
+// Every block sorts the routes for itself: its first warp counts, places and lists them, in route order.
+__device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
+  int* counts = reinterpret_cast<int*>(shared + AT_COUNTS);
+  int* offsets = reinterpret_cast<int*>(shared + AT_OFFSETS);
+  u16* lists = reinterpret_cast<u16*>(shared + AT_LISTS);
+  u16 *expert = lists, *first = lists + MAX_ROUTES, *count = lists + 2 * MAX_ROUTES, *route = lists + 3 * MAX_ROUTES;
+  u16 *expert_of = lists + 4 * MAX_ROUTES, *rank = lists + 5 * MAX_ROUTES;
+  int* blocks = reinterpret_cast<int*>(shared + AT_END);
+  float* weight = reinterpret_cast<float*>(shared + AT_ROUTER);
+  const int routes = p.tokens * TOP_K, lane = threadIdx.x;
+  for (int r = threadIdx.x - 32; r < routes; r += THREADS - 32)
+    if (r >= 0) weight[r] = load_float(p.router, r / TOP_K * p.router_stride[0] + r % TOP_K * p.router_stride[1], p.router_dtype);
+  if (routes > 32) {
+    for (int r = threadIdx.x; r < routes; r += THREADS) expert_of[r] = static_cast<u16>(local_expert(p, r));
+    __syncthreads();
+  }
+  if (threadIdx.x < 32) {
+    const u32 only = routes <= 32 && lane < routes ? local_expert(p, lane) : NOT_HERE;
+    if (routes <= 32 && lane < routes) expert_of[lane] = static_cast<u16>(only);
+    for (int e = lane; e < E; e += 32) counts[e] = 0;
+    __syncwarp();
+    for (int base = 0; base < routes; base += 32) {
+      const u32 e = routes <= 32 ? only : base + lane < routes ? expert_of[base + lane] : NOT_HERE;
+      const u32 same = __match_any_sync(~0u, e);
+      const u32 earlier = same & ((1u << lane) - 1);
+      const int before = e != NOT_HERE ? counts[e] : 0;
+      __syncwarp();
+      if (e != NOT_HERE) {
+        rank[base + lane] = static_cast<u16>(before + __popc(earlier));
+        if (earlier == 0) counts[e] = before + __popc(same);
+      }
+      __syncwarp();
+    }
+    constexpr int EACH = (E + 31) / 32;
+    int mine[EACH], sum = 0;  // rows in the low half, column blocks in the high half
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int e = lane * EACH + i;
+      mine[i] = e < E ? counts[e] : 0;
+      sum += mine[i] + ((mine[i] + 8 * NT - 1) / (8 * NT) << 16);
+    }
+    int before = sum;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, before, d);
+      if (lane >= d) before += other;
+    }
+    if (lane == 31) *blocks = before >> 16;
+    before -= sum;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int e = lane * EACH + i;
+      if (mine[i] == 0) continue;
+      int row = before & 0xFFFF, block = before >> 16;
+      offsets[e] = row;
+      for (int left = mine[i]; left > 0; left -= 8 * NT, row += 8 * NT, ++block) {
+        expert[block] = static_cast<u16>(e);
+        first[block] = static_cast<u16>(row);
+        count[block] = static_cast<u16>(left < 8 * NT ? left : 8 * NT);
+      }
+      before = (block << 16) + (before & 0xFFFF) + mine[i];
+    }
+    __syncwarp();
+    for (int r = lane; r < routes; r += 32) {
+      const u32 e = expert_of[r];
+      if (e != NOT_HERE) route[offsets[e] + rank[r]] = static_cast<u16>(r);
+    }
+  }
+  __syncthreads();
+  return {expert, first, count, route, expert_of, weight, *blocks};
+}
+
+// ---- the work of this block: units of all column blocks, a slot's worth at a time, never of two experts
+
+template <class P>
+struct Walk {
+  int left;                     // units of this block
+  int block, first, count = 0;  // of the slot: column block, first unit in its expert, units
+
+  __device__ explicit Walk(int column_blocks) {
+    const u32 total = static_cast<u32>(column_blocks) * P::UNITS;
+    const u32 each = total / gridDim.x, more = total % gridDim.x;
+    const u32 unit = blockIdx.x * each + min(blockIdx.x, more);
+    left = each + (blockIdx.x < more ? 1 : 0);
+    block = unit / P::UNITS;
+    first = unit - block * P::UNITS;
+  }
+  __device__ bool next() {
+    left -= count;
+    first += count;
+    if (left <= 0) return false;
+    if (first == P::UNITS) first = 0, ++block;
+    count = min(min(P::UNITS - first, P::UNITS_A_SLOT), left);
+    return true;
+  }
+};
+
+struct Turn {  // of a ring
+  u32 slot = 0, parity = 0;
+  __device__ void advance(u32 size) {
+    if (++slot == size) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Where scales lie in a slot, from the beginning of the first (half 0) or second half: interleaved rows are copied as
+// they are, so a pair is two rows on.
+template <class P>
+struct ScalePlace {
+  static constexpr bool PAIRED = P::PAIRS && MXK_INTERLEAVED, TWO = P::PAIRS && !MXK_INTERLEAVED;
+  static constexpr int AREA = 16 * P::TILES * P::STRIDE;
+  // Distance of the first copied byte from a 16-byte boundary.
+  __device__ static u32 skew(int first) {
+    return MXK_ALIGNED ? (static_cast<u32>(first) * (PAIRED ? 2 : 1) * P::GROUPS) & 15 : 0;
+  }
+  // Row `g` (0..7) of tile `tile`, upper or lower 8 rows of the fragment.
+  __device__ static u32 at(int tile, int g, int half) {
+    if (TWO) return AREA + half * P::SCALES + (8 * tile + g) * P::GROUPS;
+    return AREA + (16 * tile + (PAIRED || P::WHOLE ? 2 * g + half : g + 8 * half)) * P::GROUPS;
+  }
+};
