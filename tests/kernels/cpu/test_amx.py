@@ -77,10 +77,10 @@ def test_tokens_that_the_unit_would_flush_or_overflow(value: float) -> None:
 
 
 def test_an_intermediate_that_the_unit_would_flush() -> None:
-    """Gates and ups near 2^-60, so h near 2^-120, brought back by the scales of w2."""
+    """Gates and ups near 2^-62, so much of h below 2^-126, brought back by the scales of w2."""
     case = one_expert(num_tokens=19, hidden_size=64, intermediate_size=96)
-    case = dataclasses.replace(case, w13_scale=case.w13_scale - 58, w2_scale=case.w2_scale + 100)
-    assert rel_l2(run(case), case.reference()) < 3e-3
+    case = dataclasses.replace(case, w13_scale=case.w13_scale - 60, w2_scale=case.w2_scale + 120)
+    assert rel_l2(run(case), case.reference()) < 1e-2  # bf16 has 7 bits and fewer there
 
 
 @pytest.mark.parametrize("byte", [0, 1, 88, 253, 254])
