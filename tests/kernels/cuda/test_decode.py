@@ -12,7 +12,7 @@ from mxk_compile.kernels.cuda import build
 from mxk_compile.kernels.cuda.schedule import Schedule
 from mxk_compile.testing import MoECase, random_case, rel_l2
 
-MOST_ERROR = 1.75e-3  # against the reference with the same rounding of the intermediate: that of the result
+MOST_ERROR = 2e-3  # against the reference with the same rounding of the intermediate; one rounding is 1.7e-3
 SPLITS = (
     "warps=4,groups=2,stages=4",
     "warps=6,groups=2,stages=8",
