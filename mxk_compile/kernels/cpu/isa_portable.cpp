@@ -128,6 +128,18 @@ bool load_scales(const Tile& tile, int r, int64_t groups, float* scales) {
     for (int64_t g = groups; g % 4; ++g) scales[g] = 0.0f;
     return odd;
   }
+  if (tile.group == kGroup && tile.scale_dtype == MXK_BF16) {
+    uint32_t odd = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      uint16_t half;
+      std::memcpy(&half, line + 2 * g, 2);
+      const uint32_t bits = uint32_t(half) << 16;
+      odd |= (bits & 0x7f800000u) == 0x7f800000u;
+      std::memcpy(scales + g, &bits, 4);
+    }
+    for (int64_t g = groups; g % 4; ++g) scales[g] = 0.0f;
+    return odd;
+  }
   bool special = false;
   int64_t g = 0;
   for (; g < groups; ++g) {
