@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,14 +12,6 @@ from typing import Any
 import pytest
 
 from mxk_compile.lazy import gptoss
-
-_HELPER = Path(__file__).parents[1] / "gaudi_stand_ins.py"
-if "gaudi_stand_ins" not in sys.modules:
-    _spec = importlib.util.spec_from_file_location("gaudi_stand_ins", _HELPER)
-    assert _spec is not None
-    assert _spec.loader is not None
-    sys.modules["gaudi_stand_ins"] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules["gaudi_stand_ins"])
 
 VERSION = "gptoss-v0.2.0-12345678"
 

@@ -174,13 +174,10 @@ import vllm_gaudi
 early = "mxk_compile" in sys.modules
 changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
 
-import importlib.util, torch
+import torch
 import mxk_compile
+import gaudi_stand_ins as stand_ins
 from mxk_compile.testing import random_case, rel_l2
-spec = importlib.util.spec_from_file_location("gaudi_stand_ins", sys.argv[1])
-stand_ins = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = stand_ins
-spec.loader.exec_module(stand_ins)
 from mxk_compile.lazy import gptoss, signature_table
 gptoss.load_ops = lambda folder, kind: None
 signature_table.registered_ops = dict
@@ -207,8 +204,13 @@ def test_the_hooks_at_work(switch: str, checkout: Path, environ: dict[str, str])
     """A server process with the hooks: off they are inert, on they replace the call, and nothing wrong stops it."""
     run("install", checkout)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MXFP4_")}
-    environment = {**inherited, **environ, "MXFP4_TPC_MOE": switch, "PYTHONPATH": str(checkout)}
-    command = [sys.executable, "-c", SERVER, str(TESTS / "gaudi_stand_ins.py")]
+    environment = {
+        **inherited,
+        **environ,
+        "MXFP4_TPC_MOE": switch,
+        "PYTHONPATH": f"{checkout}{os.pathsep}{TESTS}",
+    }
+    command = [sys.executable, "-c", SERVER]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     early, changed, called, error = json.loads(done.stdout)
     on = switch == "1"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
 import shutil
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+import gaudi_stand_ins as stand_ins
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -29,15 +27,6 @@ from mxk_compile.ops.moe import reference
 from mxk_compile.passes import Report, report, run_passes, warm
 from mxk_compile.settings import Settings
 from mxk_compile.testing import MoECase, random_case, rel_l2
-
-_HELPER = Path(__file__).parents[1] / "gaudi_stand_ins.py"
-if "gaudi_stand_ins" not in sys.modules:
-    _spec = importlib.util.spec_from_file_location("gaudi_stand_ins", _HELPER)
-    assert _spec is not None
-    assert _spec.loader is not None
-    sys.modules["gaudi_stand_ins"] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules["gaudi_stand_ins"])
-stand_ins = sys.modules["gaudi_stand_ins"]
 
 
 @pytest.fixture(scope="module", autouse=True)

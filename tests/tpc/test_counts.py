@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import pathlib
 import re
 
 import pytest
 import torch
+from emulated_pair import run_pair
 
 from mxk_compile.kernels.tpc import emulate, emulated_ops, time_model
 from mxk_compile.kernels.tpc.signatures import KERNELS, NUM_TPC
 from mxk_compile.testing import random_case
-
-_spec = importlib.util.spec_from_file_location(
-    "emulated_pair", pathlib.Path(__file__).with_name("emulated_pair.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-emulated_pair = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(emulated_pair)
 
 DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "performance" / "gaudi.md"
 SIZE, E, TOP_K = 1024, 2, 2  # K = I = SIZE
@@ -59,7 +51,7 @@ def counted() -> dict[str, emulate.Counters]:
         limits = {"alpha": 1.702, "limit": 7.0}
         case = random_case(**{**sizes, **limits, **attributes})  # type: ignore[arg-type]
         builds = emulated_ops.Build(), emulated_ops.Build()
-        found.update(zip(pair, emulated_pair.run_pair(case, pair, builds)[1], strict=True))
+        found.update(zip(pair, run_pair(case, pair, builds)[1], strict=True))
     weight = torch.randint(0, 256, (96, SIZE // 2), dtype=torch.uint8)
     given = {"w": weight, "s": torch.randint(1, 255, (96, SIZE // 32), dtype=torch.uint8)}
     found["mxk_deq"] = emulated_ops.call(KERNELS["mxk_deq"], given)[1]

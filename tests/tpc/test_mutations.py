@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import pathlib
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from emulated_pair import run_pair
 
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels.tpc import emulate, emulated_ops
 from mxk_compile.parity import MAX_REL_L2
 from mxk_compile.testing import MoECase, random_case, rel_l2
-
-_spec = importlib.util.spec_from_file_location(
-    "emulated_pair", pathlib.Path(__file__).with_name("emulated_pair.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-emulated_pair = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(emulated_pair)
 
 BIAS, PLAIN = ("mxk_w13xib", "mxk_w2xb"), ("mxk_w13x", "mxk_w2x")
 
@@ -114,7 +106,7 @@ def error(
     case: MoECase, pair: tuple[str, str], builds: tuple[emulated_ops.Build, emulated_ops.Build]
 ) -> float:
     """rel_l2 of the pair against fp32."""
-    return rel_l2(emulated_pair.run_pair(case, pair, builds)[0], case.reference(round_intermediate=True))
+    return rel_l2(run_pair(case, pair, builds)[0], case.reference(round_intermediate=True))
 
 
 @pytest.mark.parametrize("pair", [BIAS, PLAIN], ids=["bias", "plain"])
