@@ -1,8 +1,8 @@
 """Stand-ins for what only a Gaudi machine has: the kernels' ops in plain torch, device "hpu" for fakes, the bridge.
 
-The CPU implementations of `custom_op::mxk_*` work in the kernels' own
-layout (x and a in chunk order, padding, routes), decode MXFP4 by a table of their own, and write NaN wherever a kernel
-promises nothing, so that a lowering which reads such places shows.
+The CPU implementations of `custom_op::mxk_*` work in the kernels' own layout (x and a in chunk order, padding,
+routes), decode MXFP4 by a table of their own, and write NaN wherever a kernel promises nothing, so that a lowering
+which reads such places shows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from torch import Tensor, fx
 
 from mxk_compile.kernels import MoEDesc
 from mxk_compile.kernels.tpc import emulated_ops
-from mxk_compile.kernels.tpc.signatures import KERNELS, Kernel
+from mxk_compile.kernels.tpc.signatures import DTYPES, KERNELS, Kernel
 from mxk_compile.passes import warm
 
 _CHUNK = 512
-_DTYPES = {"u8": torch.uint8, "i32": torch.int32, "bf16": torch.bfloat16, "f32": torch.float32}
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
 called: list[str] = []
@@ -138,13 +137,12 @@ def _down(kernel: Kernel, given: dict[str, Any]) -> Tensor:
 
 
 def _implementation(kernel: Kernel) -> Callable[..., Tensor]:
-    names = [tensor.name for tensor in kernel.inputs] + [scalar.name for scalar in kernel.scalars]
     compute = _down if "w2" in kernel.name else _gate_up
 
     def run(*arguments: Any) -> Tensor:
         if not compile_only:
             called.append(kernel.name)
-        given = dict(zip(names, arguments, strict=True))
+        given = dict(zip(kernel.arguments, arguments, strict=True))
         check_arguments(kernel, given)
         return emulated_ops.call(kernel, given)[0] if emulate else compute(kernel, given)
 
@@ -156,7 +154,7 @@ def check_arguments(kernel: Kernel, given: dict[str, Any]) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for tensor in kernel.inputs:
         value = given[tensor.name]
-        assert value.dtype == _DTYPES[tensor.dtype], f"{kernel.name}: {tensor.name} is {value.dtype}"
+        assert value.dtype == DTYPES[tensor.dtype], f"{kernel.name}: {tensor.name} is {value.dtype}"
         assert value.dim() == len(tensor.shape), f"{kernel.name}: {tensor.name} is {list(value.shape)}"
         assert value.is_contiguous(), f"{kernel.name}: {tensor.name} is not contiguous"
         for size, dimension in zip(value.shape, tensor.shape, strict=True):
@@ -169,10 +167,8 @@ def check_arguments(kernel: Kernel, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fake(kernel: Kernel) -> Callable[..., Tensor]:
-    names = [tensor.name for tensor in kernel.inputs] + [scalar.name for scalar in kernel.scalars]
-
     def run(*arguments: Any) -> Tensor:
-        given = dict(zip(names, arguments, strict=True))
+        given = dict(zip(kernel.arguments, arguments, strict=True))
         sizes = check_arguments(kernel, given)
         if "R" not in sizes:
             sizes["R"] = sizes["T"] * sizes["k"]
@@ -180,7 +176,7 @@ def _fake(kernel: Kernel) -> Callable[..., Tensor]:
             if padded not in sizes and plain in sizes:
                 sizes[padded] = -(-sizes[plain] // _CHUNK) * _CHUNK
         shape = [dimension.size(sizes) for dimension in kernel.output.shape]
-        return arguments[0].new_empty(shape, dtype=_DTYPES[kernel.output.dtype])
+        return arguments[0].new_empty(shape, dtype=DTYPES[kernel.output.dtype])
 
     return run
 

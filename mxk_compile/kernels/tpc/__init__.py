@@ -21,11 +21,13 @@ from torch import Tensor
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels.tpc.signatures import (
     CHUNK,
+    DTYPES,
     KERNELS,
     MAX_ROUTES,
     VARIANT_KERNELS,
     VARIANT_LIMITS,
     Kernel,
+    padded,
 )
 from mxk_compile.ops.formats import mxfp4
 from mxk_compile.ops.moe import Weights, reference
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
     from mxk_compile.kernels.desc import KernelConfig, MoEDesc
 
 _logger = logging.getLogger("mxk_compile.kernels")
-
-_DTYPES = {"u8": torch.uint8, "i32": torch.int32, "bf16": torch.bfloat16, "f32": torch.float32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +153,8 @@ def misfit(desc: MoEDesc, weights: Sequence[Any]) -> str | None:
             if (value := given.get(tensor.name)) is None:
                 continue
             dtype = value.dtype if isinstance(value, Tensor) else value[0].dtype
-            if dtype != _DTYPES[tensor.dtype]:
-                return f"Gaudi kernels: {tensor.name} is {dtype}; allowed: {_DTYPES[tensor.dtype]}"
+            if dtype != DTYPES[tensor.dtype]:
+                return f"Gaudi kernels: {tensor.name} is {dtype}; allowed: {DTYPES[tensor.dtype]}"
     return None
 
 
@@ -186,14 +186,13 @@ def chunk_order(values: Tensor) -> Tensor:
     """
     aten = torch.ops.aten
     size = values.shape[-1]
-    padded = -(-size // CHUNK) * CHUNK
     values = values.contiguous()
-    if padded != size:
-        values = aten.constant_pad_nd.default(values, [0, padded - size], 0.0)
-    lanes = aten.view.default(values, [-1, padded // CHUNK, CHUNK // 4, 4])
+    if padded(size) != size:
+        values = aten.constant_pad_nd.default(values, [0, padded(size) - size], 0.0)
+    lanes = aten.view.default(values, [-1, padded(size) // CHUNK, CHUNK // 4, 4])
     planes = aten.permute.default(lanes, [0, 1, 3, 2])
     dense = aten.clone.default(planes, memory_format=torch.contiguous_format)
-    result: Tensor = aten.view.default(dense, [-1, padded])
+    result: Tensor = aten.view.default(dense, [-1, padded(size)])
     return result
 
 
@@ -212,9 +211,8 @@ def narrow_ids(ids: Tensor, experts_min: int, num_experts: int) -> Tensor:
 
 def call_kernel(kernel: Kernel, arguments: dict[str, Any]) -> Tensor:
     """Calls `custom_op::<kernel>` with those of `arguments` that it takes, in its order."""
-    names = [tensor.name for tensor in kernel.inputs] + [scalar.name for scalar in kernel.scalars]
     op = getattr(torch.ops.custom_op, kernel.name).default
-    result: Tensor = op(*(arguments[name] for name in names))
+    result: Tensor = op(*(arguments[name] for name in kernel.arguments))
     return result
 
 
@@ -326,9 +324,9 @@ def smallest_arguments(kernel: Kernel, device: str) -> list[Any]:
     hidden = max(limit.hidden_multiple for limit in limits)
     intermediate = max(limit.intermediate_multiple for limit in limits)
     sizes = {"T": 1, "k": 1, "R": 1, "E": 1, "K": hidden, "I": intermediate, "N": 1, "C": CHUNK}
-    sizes |= {"KP": -(-hidden // CHUNK) * CHUNK, "IP": -(-intermediate // CHUNK) * CHUNK}
+    sizes |= {"KP": padded(hidden), "IP": padded(intermediate)}
     tensors = [
-        torch.zeros([d.size(sizes) for d in tensor.shape], dtype=_DTYPES[tensor.dtype], device=device)
+        torch.zeros([d.size(sizes) for d in tensor.shape], dtype=DTYPES[tensor.dtype], device=device)
         for tensor in kernel.inputs
     ]
     return [*tensors, *(0 if scalar.kind == "int" else 1.0 for scalar in kernel.scalars)]

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from mxk_compile.errors import KernelError
+from mxk_compile.kernels.tpc.signatures import MAX_NODE_TENSORS, NUM_TPC
 
 EMULATOR = pathlib.Path(__file__).parent / "emulator"
 KERNELS = pathlib.Path(__file__).parent / "kernels"
-NUM_TPCS = 24  # of a Gaudi 2: one invocation each
 REGIONS = ("prologue", "chunk", "epilogue")
 SLOTS = ("load", "spu", "vpu", "store")
-MAX_TENSORS, MAX_SCALARS = 16, 32  # of a TPC node (User Guide)
+MAX_SCALARS = 32  # of a TPC node (User Guide)
 SMALL_VLM_BYTES, VLM_BYTES, SLM_BYTES = 16 * 1024, 80 * 1024, 16 * 1024  # small: a kernel that uses LOOKUP
 
 _FLAGS = (
@@ -149,7 +149,7 @@ class EmulatedKernel:
         scalars: Sequence[int | float] = (),
         auxiliary: Sequence[Tensor] = (),
         *,
-        invocations: int = NUM_TPCS,
+        invocations: int = NUM_TPC,
         seed: int = 0,
     ) -> tuple[list[Tensor], Counters]:
         """Runs all invocations in an order shuffled by `seed`; outputs start as bytes of 0xff (NaN).
@@ -197,11 +197,11 @@ class EmulatedKernel:
 
     def _check_arguments(self, tensors: Sequence[_CTensor], scalars: Sequence[int | float]) -> None:
         given, takes = len(tensors) + len(scalars), self._libraries[0].mxk_arity()
-        if len(tensors) > MAX_TENSORS or len(scalars) > MAX_SCALARS or given != takes:
+        if len(tensors) > MAX_NODE_TENSORS or len(scalars) > MAX_SCALARS or given != takes:
             raise KernelError(
                 f"emulated TPC kernel {self.name}",
                 f"{len(tensors)} tensors and {len(scalars)} scalars",
-                f"{takes} parameters, at most {MAX_TENSORS} tensors and {MAX_SCALARS} scalars",
+                f"{takes} parameters, at most {MAX_NODE_TENSORS} tensors and {MAX_SCALARS} scalars",
                 "pass what its main() lists",
             )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,9 +16,7 @@ from torch import Tensor
 
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels.tpc import emulate
-from mxk_compile.kernels.tpc.signatures import CHUNK, KERNELS, Kernel
-
-_DTYPES = {"u8": torch.uint8, "i32": torch.int32, "bf16": torch.bfloat16, "f32": torch.float32}
+from mxk_compile.kernels.tpc.signatures import DTYPES, KERNELS, Kernel, padded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Build:
 
     defines: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
     workers: int = 1
-    folder: Any = emulate.KERNELS
+    folder: pathlib.Path = emulate.KERNELS
 
 
 @dataclasses.dataclass
@@ -51,7 +50,7 @@ def call(
     build = build or Build()
     inputs = [arguments[tensor.name] for tensor in kernel.inputs]
     shape = output_shape(kernel, inputs)
-    output = emulate.Output(shape, _DTYPES[kernel.output.dtype])
+    output = emulate.Output(shape, DTYPES[kernel.output.dtype])
     scalars = [
         float(arguments[scalar.name]) if scalar.kind == "float" else int(arguments[scalar.name])
         for scalar in kernel.scalars
@@ -65,7 +64,7 @@ def output_shape(kernel: Kernel, inputs: list[Tensor]) -> tuple[int, ...]:
     """Shape of the output, from the symbols of the signature. Raises KernelError where the inputs contradict it."""
     sizes: dict[str, int] = {}
     for given, expected in zip(inputs, kernel.inputs, strict=True):
-        fits = given.dim() == len(expected.shape) and given.dtype == _DTYPES[expected.dtype]
+        fits = given.dim() == len(expected.shape) and given.dtype == DTYPES[expected.dtype]
         for dimension, length in zip(expected.shape, given.shape, strict=False):
             value = length * dimension.divide // dimension.times
             fits = fits and sizes.setdefault(dimension.symbol, value) == value
@@ -78,9 +77,9 @@ def output_shape(kernel: Kernel, inputs: list[Tensor]) -> tuple[int, ...]:
             )
     if "T" in sizes:
         sizes.setdefault("R", sizes["T"] * sizes["k"])
-    for padded, size in (("KP", "K"), ("IP", "I")):
+    for symbol, size in (("KP", "K"), ("IP", "I")):
         if size in sizes:
-            sizes.setdefault(padded, -(-sizes[size] // CHUNK) * CHUNK)
+            sizes.setdefault(symbol, padded(sizes[size]))
     return tuple(dimension.size(sizes) for dimension in kernel.output.shape)
 
 
@@ -108,11 +107,9 @@ def register() -> torch.library.Library:
 
 
 def _implementation(kernel: Kernel) -> Any:
-    names = [tensor.name for tensor in kernel.inputs] + [scalar.name for scalar in kernel.scalars]
-
     def run(*arguments: Any) -> Tensor:
         recorder = _current
-        result, counters = call(kernel, dict(zip(names, arguments, strict=True)), recorder.build)
+        result, counters = call(kernel, dict(zip(kernel.arguments, arguments, strict=True)), recorder.build)
         recorder.calls.append((kernel.name, counters))
         return result
 

@@ -24,6 +24,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import torch
+
 CHUNK = 512
 """Values that one 256-byte load of a weight row holds."""
 NUM_TPC = 24
@@ -36,6 +38,14 @@ MAX_COLUMNS = 8192
 """Columns of it: the largest K of a variant."""
 MAX_NODE_TENSORS = 16
 """Inputs and outputs that a TPC node may have (Synapse interface: MAX_TENSORS_GAUDI)."""
+DTYPES = {"u8": torch.uint8, "i32": torch.int32, "bf16": torch.bfloat16, "f32": torch.float32}
+"""A kernel's dtypes by the names below."""
+
+
+def padded(size: int) -> int:
+    """K or I rounded up to whole chunks."""
+    return -(-size // CHUNK) * CHUNK
+
 
 _DIMENSION = re.compile(r"(\d*)([A-Za-z]+)(?:/(\d+))?")
 
@@ -129,6 +139,11 @@ class Kernel:
     inputs: tuple[Tensor, ...]
     output: Tensor
     scalars: tuple[Scalar, ...] = ()
+
+    @property
+    def arguments(self) -> list[str]:
+        """Names of the op's arguments: inputs, then scalars."""
+        return [tensor.name for tensor in self.inputs] + [scalar.name for scalar in self.scalars]
 
     @property
     def schema(self) -> str:
