@@ -6,10 +6,12 @@ is written. They are lines of vllm-gaudi 0.24 to 0.26, and of its main branch of
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import os
 import tempfile
+import textwrap
 from pathlib import Path
 
 from mxk_compile.errors import InstallError
@@ -31,12 +33,12 @@ if _mxk_environ.get("MXFP4_TPC_MOE", "0") not in ("", "0"):
 # mxk-compile: end
 """
 _ATTACH = """\
-        # mxk-compile: begin, written by `mxk gaudi install`, removed by `mxk gaudi uninstall`
-        import sys as _mxk_sys
+# mxk-compile: begin, written by `mxk gaudi install`, removed by `mxk gaudi uninstall`
+import sys as _mxk_sys
 
-        if "mxk_compile.lazy" in _mxk_sys.modules:
-            _mxk_sys.modules["mxk_compile.lazy"].attach(layer)
-        # mxk-compile: end
+if "mxk_compile.lazy" in _mxk_sys.modules:
+    _mxk_sys.modules["mxk_compile.lazy"].attach(layer)
+# mxk-compile: end
 """
 
 
@@ -47,7 +49,7 @@ class Target:
     Attributes:
         path: below the package.
         anchors: how lines begin that must be there, in this order.
-        hook: what is inserted, or None for a file that is only relied on.
+        hook: what is inserted, indented as the anchor beside it; None for a file that is only relied on.
         before: the anchor that the hook stands before, or None: it stands after `after`.
         after: the anchor that the hook stands after.
     """
@@ -99,7 +101,7 @@ def install(folder: Path) -> str:
     """
     package = _package(folder)
     missing: list[str] = []
-    changes: dict[Path, bytes] = {}
+    changes: dict[str, bytes] = {}
     for target in TARGETS:
         path = package / target.path
         try:
@@ -109,17 +111,19 @@ def install(folder: Path) -> str:
             continue
         clean = _without_hook(path, found)
         lines = clean.splitlines(keepends=True)
-        places = _places(lines, target.anchors)
+        places = _places(lines, target.anchors, _statements(clean))
         missing += [f"{target.path}: {anchor}" for anchor, place in places.items() if place is None]
         if target.hook is None or None in places.values():
             continue
         place = places[target.before] if target.before is not None else places[target.after or ""]
         assert place is not None
         newline = b"\r\n" if lines[place].endswith(b"\r\n") else b"\n"
+        indent = lines[place][: -len(lines[place].lstrip())].decode()
+        hook = textwrap.indent(target.hook, indent).encode().replace(b"\n", newline)
         at = place if target.before is not None else place + 1
-        hooked = b"".join([*lines[:at], target.hook.encode().replace(b"\n", newline), *lines[at:]])
+        hooked = b"".join([*lines[:at], hook, *lines[at:]])
         if hooked != found:
-            changes[path] = hooked
+            changes[target.path] = hooked
     if missing:
         count = sum(len(target.anchors) for target in TARGETS)
         raise InstallError(
@@ -130,10 +134,8 @@ def install(folder: Path) -> str:
         )
     if not changes:
         return f"{package}: the hooks are there already"
-    _write(changes)
-    return (
-        f"{package}: hooks written to {', '.join(path.relative_to(package).as_posix() for path in changes)}"
-    )
+    _write(package, changes)
+    return f"{package}: hooks written to {', '.join(changes)}"
 
 
 def uninstall(folder: Path) -> str:
@@ -143,7 +145,7 @@ def uninstall(folder: Path) -> str:
         InstallError: no vllm-gaudi there, a hook that was cut, or a file that cannot be written.
     """
     package = _package(folder)
-    changes: dict[Path, bytes] = {}
+    changes: dict[str, bytes] = {}
     for target in TARGETS:
         path = package / target.path
         if target.hook is None or not path.is_file():
@@ -151,17 +153,15 @@ def uninstall(folder: Path) -> str:
         found = path.read_bytes()
         clean = _without_hook(path, found)
         if clean != found:
-            changes[path] = clean
+            changes[target.path] = clean
     if not changes:
         return f"{package}: there are no hooks"
-    _write(changes)
-    return (
-        f"{package}: hooks taken out of {', '.join(path.relative_to(package).as_posix() for path in changes)}"
-    )
+    _write(package, changes)
+    return f"{package}: hooks taken out of {', '.join(changes)}"
 
 
 def _package(folder: Path) -> Path:
-    for package in (folder / "vllm_gaudi", folder):
+    for package in (folder / "vllm_gaudi", folder.absolute(), folder.resolve()):
         if package.name == "vllm_gaudi" and (package / "__init__.py").is_file():
             return package.resolve()
     raise InstallError(
@@ -172,12 +172,27 @@ def _package(folder: Path) -> Path:
     )
 
 
-def _places(lines: list[bytes], anchors: tuple[str, ...]) -> dict[str, int | None]:
+def _statements(source: bytes) -> set[int] | None:
+    """Lines, from 0 on, that begin a statement, so that no text of a string counts; None if that cannot be told."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+    return {node.lineno - 1 for node in ast.walk(tree) if isinstance(node, ast.stmt)}
+
+
+def _places(
+    lines: list[bytes], anchors: tuple[str, ...], statements: set[int] | None
+) -> dict[str, int | None]:
     """Line of each anchor, each after the one before; None where it is missing."""
     places: dict[str, int | None] = {}
     start = 0
     for anchor in anchors:
-        matches = (i for i in range(start, len(lines)) if lines[i].strip().startswith(anchor.encode()))
+        matches = (
+            i
+            for i in range(start, len(lines))
+            if lines[i].strip().startswith(anchor.encode()) and (statements is None or i in statements)
+        )
         place = places[anchor] = next(matches, None)
         if place is not None:
             start = place + 1
@@ -191,31 +206,33 @@ def _without_hook(path: Path, text: bytes) -> bytes:
     for line in text.splitlines(keepends=True):
         if line.strip().startswith(_BEGIN):
             if inside:
-                raise _cut(path)
+                raise _cut(path, _BEGIN, _END)
             inside = True
+        ends = line.strip().startswith(_END)
+        if ends and not inside:
+            raise _cut(path, _END, _BEGIN)
         if not inside:
             kept.append(line)
-        elif line.strip().startswith(_END):
+        elif ends:
             inside = False
     if inside:
-        raise _cut(path)
+        raise _cut(path, _BEGIN, _END)
     return b"".join(kept)
 
 
-def _cut(path: Path) -> InstallError:
-    begin, end = _BEGIN.decode(), _END.decode()
-    return InstallError(
-        str(path), f"{begin!r} without {end!r}", "whole hooks", "restore the file from its source"
-    )
+def _cut(path: Path, there: bytes, missing: bytes) -> InstallError:
+    given = f"{there.decode()!r} without {missing.decode()!r}"
+    return InstallError(str(path), given, "whole hooks", "restore the file from its source")
 
 
-def _write(changes: dict[Path, bytes]) -> None:
+def _write(package: Path, changes: dict[str, bytes]) -> None:
     """Writes all files or none: new files beside the old ones first, then they change places."""
-    before = {path: path.read_bytes() for path in changes}
+    # Of a link, the file behind it changes: the link itself would be lost.
+    files = {(package / name).resolve(): text for name, text in changes.items()}
+    before = {path: path.read_bytes() for path in files}
     staged: dict[Path, Path] = {}
-    replaced: list[Path] = []
     try:
-        for path, text in changes.items():
+        for path, text in files.items():
             mode = path.stat().st_mode
             if not mode & 0o222:  # a superuser could write it all the same
                 raise PermissionError(13, "the file is read-only", str(path))
@@ -226,12 +243,14 @@ def _write(changes: dict[Path, bytes]) -> None:
             os.chmod(name, mode & 0o7777)
         for path, new in staged.items():
             os.replace(new, path)
-            replaced.append(path)
-    except OSError as error:
-        for path in replaced:
-            path.write_bytes(before[path])
+    except BaseException as error:  # an interruption too leaves none of them
+        for path, new in staged.items():
+            if not new.exists():  # it has changed places
+                path.write_bytes(before[path])
+        if not isinstance(error, OSError):
+            raise
         raise InstallError(
-            str(error.filename or next(iter(changes))),
+            str(error.filename or next(iter(files))),
             f"it cannot be written: {error.strerror}",
             "files that may be written",
             "nothing was changed; make them writable and run it again",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -156,6 +157,81 @@ def test_an_older_hook_is_replaced_and_a_cut_one_refused(
     file.write_text(current)
     run("uninstall", checkout)
     assert contents(checkout) == before
+
+
+def test_a_hook_without_its_first_line_is_refused(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("install", checkout)
+    file = checkout / "vllm_gaudi/__init__.py"
+    file.write_text(file.read_text().partition("\n")[2])
+    cut = contents(checkout)
+    for action in ("install", "uninstall"):
+        assert run(action, checkout) == 1
+        assert "'# mxk-compile: end' without '# mxk-compile: begin'" in capsys.readouterr().err
+    assert contents(checkout) == cut
+
+
+def test_an_interruption_half_way_is_undone(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, replace, calls = contents(checkout), os.replace, []
+
+    def interrupt_second(source: str, target: str) -> None:
+        replace(source, target)
+        calls.append(target)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt_second)
+    assert run("install", checkout) == 130
+    assert contents(checkout) == before
+
+
+def test_a_link_stays_a_link(checkout: Path, tmp_path: Path) -> None:
+    file, behind = checkout / "vllm_gaudi/ops/hpu_mxfp4.py", tmp_path / "elsewhere.py"
+    before = file.read_bytes()
+    file.rename(behind)
+    file.symlink_to(behind)
+    assert run("install", checkout) == 0
+    assert file.is_symlink()
+    assert b"mxk_compile.lazy" in behind.read_bytes()
+    assert run("uninstall", checkout) == 0
+    assert file.is_symlink()
+    assert behind.read_bytes() == before
+
+
+@pytest.mark.parametrize("below", ["vllm_gaudi", "vllm_gaudi/ops"])
+def test_a_folder_named_from_inside(below: str, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkout / below)
+    assert run("install", Path("." if below == "vllm_gaudi" else "..")) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "instead"),
+    [
+        ("__init__.py", "import os\n", "try:\n    import os\nexcept ImportError:\n    raise\n"),
+        ("__init__.py", "import os\n", '"""Notes.\nimport os\n"""\nimport os\n'),
+        (
+            "ops/hpu_mxfp4.py",
+            "        layer.moe_op._cache_weight_lists()\n",
+            "        for layer in [layer]:\n            layer.moe_op._cache_weight_lists()\n            last = 1\n",
+        ),
+    ],
+)
+def test_hooks_run_where_their_anchor_does(name: str, line: str, instead: str, checkout: Path) -> None:
+    """An anchor that is indented otherwise takes its hook along; text of a string is none."""
+    file = checkout / "vllm_gaudi" / name
+    assert line in file.read_text()
+    file.write_text(file.read_text().replace(line, instead, 1))
+    assert run("install", checkout) == 0
+    blocks = [
+        block for node in ast.walk(ast.parse(file.read_text())) if (block := getattr(node, "body", None))
+    ]
+    texts = [[ast.unparse(inner) for inner in block] for block in blocks if isinstance(block, list)]
+    anchor, step, hook = {
+        "__init__.py": ("import os", -2, "from os import environ as _mxk_environ"),
+        "ops/hpu_mxfp4.py": ("layer.moe_op._cache_weight_lists()", 1, "import sys as _mxk_sys"),
+    }[name]
+    (block,) = [block for block in texts if anchor in block]
+    assert block[block.index(anchor) + step] == hook
+    assert ("last = 1" in block) == ("last" in instead)
 
 
 def test_other_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
