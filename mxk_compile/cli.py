@@ -1,4 +1,7 @@
-"""The command `mxk`. Errors are one line on stderr with exit code 2, or 1 where `mxk gaudi` changed nothing."""
+"""The command `mxk`. Errors are one line on stderr with exit code 2, or 1 where `mxk gaudi` changed nothing.
+
+`mxk parity` exits 1 where a check fails.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,8 @@ _MAX_COUNT = 1_000_000  # of tokens
 _DEFAULT_PROMPT = "And it came to pass"
 _EXIT_UNCHANGED = 1
 _EXIT_FAILED = 1  # a check that ran and did not hold
-_EXIT_ERROR, _EXIT_INTERRUPTED, _EXIT_PIPE = (
-    2,
-    130,
-    141,
-)  # the latter two: 128 + signal, as shells report them
+_EXIT_ERROR = 2
+_EXIT_INTERRUPTED, _EXIT_PIPE = 130, 141  # 128 + signal, as shells report them
 
 
 class _Parser(argparse.ArgumentParser):
@@ -84,9 +84,7 @@ def _drop_stdout() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="mxk", description="Fused 4-bit mixture-of-experts layers for torch.compile.")
     parser.add_argument("--version", action="version", version=f"mxk {mxk_compile.__version__}")
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{demo,generate,explain,tune,build-tpc,gaudi}"
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
 
     demo = commands.add_parser(
         "demo", help="generate with the stock op and with the mxk backend, and compare"
@@ -177,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model", action="store_true", help="modelled microseconds a call instead of the checks"
     )
     parity.set_defaults(run=_parity)
+    commands.metavar = f"{{{','.join(commands.choices)}}}"  # for the message that one is required
     return parser
 
 
@@ -229,9 +228,8 @@ def _pieces(tokenizer: Any, tokens: Iterator[int]) -> Iterator[str]:
     for token in tokens:
         pending.append(token)
         text = tokenizer.decode(pending)
-        if (
-            not text.endswith("\N{REPLACEMENT CHARACTER}") or len(pending) > 4
-        ):  # no character has more than 4 bytes
+        # No character has more than 4 bytes.
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(pending) > 4:
             yield text
             pending = []
     if pending:

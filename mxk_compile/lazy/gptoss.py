@@ -45,11 +45,7 @@ def _say_once(level: int, text: str) -> None:
 
 
 def _stock(reason: str) -> None:
-    _say_once(logging.WARNING, f"MXFP4 TPC MoE keeps the stock op: {reason}")
-
-
-def _named(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    _say_once(logging.WARNING, f"MXFP4 TPC MoE keeps the stock op: {' '.join(reason.split())}")
 
 
 @functools.cache
@@ -65,7 +61,7 @@ def attach(layer: Any, options: Options) -> bool:
         _load(options.folder)
         call = LazyMoE(layer, options)
     except Exception as error:  # a layer of another version may lack anything; the server must go on as stock
-        _stock(" ".join(str(error).split()) if isinstance(error, MxkError) else _named(error))
+        _stock(str(error) if isinstance(error, MxkError) else f"{type(error).__name__}: {error}")
         return False
     layer.moe_op.forward = call
     desc = call.desc

@@ -31,43 +31,30 @@ def decide(num_tokens: Any, cap: int | None, can_guard: bool, fewest: int = 0) -
         can_guard: whether guards of this graph's shape environment are checked before each run.
         fewest: smallest T that may be fused.
     """
-    rule = _at_most(num_tokens, cap, can_guard)
-    if rule.reason is None and not _holds(num_tokens >= fewest, can_guard):
-        return TokenRule(rule.text, f"T may be below {fewest}, the fewest tokens of the fused kernels")
-    return rule
+    text = "any T"
+    if cap is not None:
+        tokens = f"T={num_tokens.node.expr if isinstance(num_tokens, torch.SymInt) else num_tokens}"
+        fits, how = _ask(num_tokens <= cap, can_guard)
+        if fits is None:
+            return TokenRule(f"{tokens} ? {cap}", f"{tokens} {how} <= {cap}")
+        text = f"{tokens} {'<=' if fits else '>'} {cap} ({how})"
+        if not fits:
+            return TokenRule(text, f"{tokens} > {cap}, the cap of the fused kernels")
+    if not _ask(num_tokens >= fewest, can_guard)[0]:
+        return TokenRule(text, f"T may be below {fewest}, the fewest tokens of the fused kernels")
+    return TokenRule(text)
 
 
-def _at_most(num_tokens: Any, cap: int | None, can_guard: bool) -> TokenRule:
-    if cap is None:
-        return TokenRule("any T")
-    if not isinstance(num_tokens, torch.SymInt):
-        return _outcome(int(num_tokens) <= cap, f"T={num_tokens}", cap, "static")
-    expression = f"T={num_tokens.node.expr}"
-    if symbolic_shapes.statically_known_true(num_tokens <= cap):
-        return _outcome(True, expression, cap, "bounds")
-    if symbolic_shapes.statically_known_true(num_tokens > cap):
-        return _outcome(False, expression, cap, "bounds")
-    if symbolic_shapes.has_free_unbacked_symbols(num_tokens):
-        return TokenRule(f"{expression} ? {cap}", f"{expression} depends on data: not known to be <= {cap}")
-    if not can_guard:
-        return TokenRule(
-            f"{expression} ? {cap}", f"{expression} is symbolic and nothing here checks a guard <= {cap}"
-        )
-    return _outcome(bool(num_tokens <= cap), expression, cap, "guarded")
-
-
-def _holds(condition: Any, can_guard: bool) -> bool:
-    """Whether a condition on T is true in every run of the graph, by a guard if need be."""
+def _ask(condition: Any, can_guard: bool) -> tuple[bool | None, str]:
+    """Whether a condition on T holds in every run of the graph, and how that is known; None, and why it is not."""
     if not isinstance(condition, torch.SymBool):
-        return bool(condition)
+        return bool(condition), "static"
     if symbolic_shapes.statically_known_true(condition):
-        return True
-    if not can_guard or symbolic_shapes.has_free_unbacked_symbols(condition):
-        return False
-    return bool(condition)
-
-
-def _outcome(fused: bool, tokens: str, cap: int, how: str) -> TokenRule:
-    if fused:
-        return TokenRule(f"{tokens} <= {cap} ({how})")
-    return TokenRule(f"{tokens} > {cap} ({how})", f"{tokens} > {cap}, the cap of the fused kernels")
+        return True, "bounds"
+    if symbolic_shapes.statically_known_true(torch.sym_not(condition)):
+        return False, "bounds"
+    if symbolic_shapes.has_free_unbacked_symbols(condition):
+        return None, "depends on data: not known to be"
+    if not can_guard:
+        return None, "is symbolic and nothing here checks a guard"
+    return bool(condition), "guarded"

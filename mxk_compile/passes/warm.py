@@ -77,10 +77,8 @@ def warm_ops(module: fx.GraphModule) -> None:
             except RuntimeError as error:
                 if not name.startswith(_GAUDI):
                     raise
-                allowed = "ops that run eagerly"
-                raise KernelError(
-                    name, _line(error), allowed, "rebuild the op library in this image"
-                ) from error
+                advice = "rebuild the op library in this image"
+                raise KernelError(name, str(error), "ops that run eagerly", advice) from error
 
 
 def self_check(device: str) -> dict[str, str | None]:
@@ -100,17 +98,13 @@ def self_check(device: str) -> dict[str, str | None]:
             warm_op(name, device)
             found[name] = None
         except RuntimeError as error:
-            reason = f"{name} failed its first eager call on {device}: {_line(error)}"
+            reason = f"{name} failed its first eager call on {device}: {' '.join(str(error).split())}"
             tpc.mark_unusable(kernel, reason)
             found[name] = reason
             _logger.error("%s", reason)
     working = [name for name, reason in found.items() if reason is None]
     _logger.info("Gaudi ops called once eagerly on %s: %s", device, ", ".join(working) or "none")
     return found
-
-
-def _line(error: RuntimeError) -> str:
-    return " ".join(str(error).split())
 
 
 def _bridge_executes() -> contextlib.AbstractContextManager[object]:
