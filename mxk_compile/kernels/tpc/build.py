@@ -22,14 +22,13 @@ import torch
 
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels.tpc import elf, gates, tables
-from mxk_compile.kernels.tpc.libraries import KERNEL_LIBRARY, MANIFEST, OP_LIBRARIES, Manifest
+from mxk_compile.kernels.tpc.libraries import KERNEL_LIBRARY, MANIFEST, OP_LIBRARIES, PLUGINS, Manifest
 from mxk_compile.kernels.tpc.request import COMMAND, Request, extra_guid
 from mxk_compile.kernels.tpc.signatures import VARIANT_LIMITS, Kernel, variant_kernels
 from mxk_compile.kernels.tpc.toolchain import WITHOUT_BRIDGE, Toolchain
 from mxk_compile.version import __version__
 
 _HERE = Path(__file__).parent
-_PLUGINS = {"lazy": "habana_pytorch_plugin", "pt2": "habana_pytorch2_plugin"}
 _KEYS = {"lazy": ("HPU",), "pt2": ("HPU", "Meta")}
 _CXX_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden")
 # The C++ library would export its templates from the kernel library, beside the stock one's.
@@ -142,7 +141,7 @@ class Build:
         sources |= {f"extra_{guid}/op.o": f"extra_{guid}/op.cpp" for guid in self.extra}
         for target, source in sources.items():
             self._compile_op(source, target)
-        plugin = ["-L", self.tools.bridge_libraries, f"-l{_PLUGINS[kind]}"]
+        plugin = ["-L", self.tools.bridge_libraries, f"-l{PLUGINS[kind]}"]
         self._link_op(list(sources), f"out/{OP_LIBRARIES[kind]}", plugin)
 
     def gate_kernels(self) -> None:
@@ -164,10 +163,10 @@ class Build:
             f"recorder_{kind}.o",
             ["-O0", "-fvisibility=default"] + ["-DMXK_LAZY"] * (kind == "lazy"),
         )
-        self._link_op([f"recorder_{kind}.o"], f"gate/lib{_PLUGINS[kind]}.so", [])
-        plugin = ["-L", "gate", f"-l{_PLUGINS[kind]}", "-Wl,-rpath,$ORIGIN"]
+        self._link_op([f"recorder_{kind}.o"], f"gate/lib{PLUGINS[kind]}.so", [])
+        plugin = ["-L", "gate", f"-l{PLUGINS[kind]}", "-Wl,-rpath,$ORIGIN"]
         self._link_op(objects, f"gate/{OP_LIBRARIES[kind]}", plugin)
-        names = [f"gate/{OP_LIBRARIES[kind]}", f"gate/lib{_PLUGINS[kind]}.so"]
+        names = [f"gate/{OP_LIBRARIES[kind]}", f"gate/lib{PLUGINS[kind]}.so"]
         listed = self._run(
             [*WITHOUT_BRIDGE, gates.LIST_OPS, *names], shown=[*WITHOUT_BRIDGE, "<list the ops of>", *names]
         )
@@ -229,19 +228,25 @@ class Build:
         if self.say is not None:
             self.say("    $ " + shlex.join(map(str, shown or words)))
             return ""
-        done = subprocess.run(
-            words,
-            cwd=folder or self.work,
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        folder, program = folder or self.work, Path(words[0]).name
+        try:
+            done = subprocess.run(
+                words,
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            raise _failed(words, f"{program} cannot be run: {error.strerror}") from error
         if done.returncode != 0:
             lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
             told = next((line for line in lines if "error" in line), (lines or ["it said nothing"])[-1])
-            text = f"{Path(words[0]).name} failed ({done.returncode}): {told}"
-            raise KernelError(COMMAND, text, "a command that succeeds", f"run {shlex.join(words)[:200]}")
+            raise _failed(words, f"{program} failed ({done.returncode}): {told}")
+        if "-o" in words and not (folder / (made := words[words.index("-o") + 1])).is_file():
+            raise _failed(words, f"{program} succeeded and did not write {made}")
         return done.stdout
 
     def _copy(self, folder: Path, name: str) -> None:
@@ -253,6 +258,10 @@ class Build:
     def _write(self, name: str, text: str) -> None:
         if self.say is None:
             (self.work / name).write_text(text)
+
+
+def _failed(words: Sequence[str], given: str) -> KernelError:
+    return KernelError(COMMAND, given, "a command that succeeds", f"run {shlex.join(words)[:200]}")
 
 
 def _sha256(path: Path) -> str:
@@ -278,8 +287,9 @@ def build(request: Request, say: Callable[[str], None], dry_run: bool = False) -
         _walk(Build(request, tools.with_names(), Path("<work>"), say), say)
         say(f"then rename the folder to {request.target}; a failure in any step leaves nothing there")
         return
+    request.check_target()
     tools.require_all()
-    target = request.target.absolute()
+    target = request.target.resolve()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
         work = Path(folder)
         for name in ("out", "gate"):
@@ -303,11 +313,12 @@ def _walk(steps: Build, say: Callable[[str], None]) -> None:
 
 def _install(new: Path, target: Path, replaced: Path) -> None:
     """Renames `new` to `target`; an earlier build there comes back if that fails."""
-    if target.exists():
-        target.rename(replaced)
     try:
+        if target.exists():
+            target.rename(replaced)
         new.rename(target)
-    except OSError:
-        with contextlib.suppress(OSError):
-            replaced.rename(target)
+    except BaseException:  # an interruption too
+        if not target.exists():
+            with contextlib.suppress(OSError):
+                replaced.rename(target)
         raise

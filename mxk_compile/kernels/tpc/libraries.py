@@ -17,7 +17,8 @@ from mxk_compile.errors import KernelError
 KERNEL_LIBRARY = "libmxk_tpc.so"
 OP_LIBRARIES = {"lazy": "libmxk_op_lazy.so", "pt2": "libmxk_op_pt2.so"}
 MANIFEST = "MANIFEST"
-_PLUGINS = {"lazy": "libhabana_pytorch_plugin.so", "pt2": "libhabana_pytorch2_plugin.so"}
+PLUGINS = {"lazy": "habana_pytorch_plugin", "pt2": "habana_pytorch2_plugin"}
+"""The bridge's own library of each kind, without lib and .so."""
 _MAPS = Path("/proc/self/maps")
 
 _loaded: dict[str, Path] = {}
@@ -127,8 +128,8 @@ def _check_plugin(path: Path, kind: str) -> None:
         maps = _MAPS.read_text()
     except OSError:
         return
-    for other, plugin in _PLUGINS.items():
-        if other != kind and f"/{plugin}" in maps:
+    for other, plugin in PLUGINS.items():
+        if other != kind and f"/lib{plugin}.so" in maps:
             mode = "lazy mode" if other == "lazy" else "eager and compiled mode"
             raise KernelError(
                 str(path),

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from mxk_compile.errors import KernelError
+from mxk_compile.kernels.tpc.libraries import PLUGINS
 
 SYSTEM = Path("/")
 """Folder below which Gaudi software is looked for."""
@@ -52,7 +53,7 @@ class Toolchain:
         """
         bridge = _bridge()
         headers = ["hpu_custom_op.h"] + ["hpu_custom_op_pt2.h"] * pt2
-        plugins = ["libhabana_pytorch_plugin.so"] + ["libhabana_pytorch2_plugin.so"] * pt2
+        plugins = [f"lib{PLUGINS[kind]}.so" for kind in ["lazy"] + ["pt2"] * pt2]
         return cls(
             tpc_clang=_program("tpc-clang") or _file(SYSTEM / _CLANG),
             cxx=_program("g++"),
@@ -116,7 +117,8 @@ _STANDARD = {
 
 def _program(name: str) -> Path | None:
     found = shutil.which(name)
-    return Path(found) if found else None
+    # PATH may be relative to the caller's folder; the build runs in its own.
+    return Path(found).absolute() if found else None
 
 
 def _file(path: Path) -> Path | None:
