@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 from mxk_compile.errors import KernelError
@@ -54,10 +55,19 @@ class Request:
                     COMMAND, f"{folder} is a second kernel {guid}", "one name once", "rename it"
                 )
             names.append(guid)
-        if not self.target.absolute().parent.is_dir():
+        for define in self.defines:
+            if not re.fullmatch(r"[A-Za-z_]\w*(=.*)?", define, re.ASCII | re.DOTALL):
+                raise KernelError(
+                    COMMAND, f"--define {define!r}", "NAME or NAME=VALUE", "correct or leave it out"
+                )
+
+    def check_target(self) -> None:
+        """Raises KernelError if the target is none that a build can be put to."""
+        folder = self.target.resolve().parent
+        if not folder.is_dir():
             raise KernelError(
                 COMMAND,
-                f"{self.target.absolute().parent} is no folder",
+                f"{folder} is no folder",
                 "a folder in one that exists",
                 "create it",
             )
