@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from mxk_compile import parity
 from mxk_compile.kernels.tpc.libraries import load_ops
-from mxk_compile.parity_device import on_device
+from mxk_compile.parity.cases import local_routes, make_case, on_device, run_case
+from mxk_compile.parity.stock import run_stock
 from mxk_compile.variants import VARIANTS
 
 CHAIN, REPLAYS = 8, 30
@@ -53,18 +53,15 @@ def bench(arguments: argparse.Namespace) -> None:
     """One line for each number of tokens and routing."""
     manifest = load_ops(arguments.lib, "lazy")
     hpu = importlib.import_module("habana_frameworks.torch.hpu")
-    call = parity.run_case if arguments.impl == "kernel" else parity.stock
+    call = run_case if arguments.impl == "kernel" else run_stock
     for routing in ("random", "hot"):
         for num_tokens in map(int, arguments.tokens.split(",")):
-            case = parity._case(VARIANTS[arguments.variant], num_tokens, routing, 1.0)
-            local = (case.topk_ids >= parity.FIRST_LOCAL) & (
-                case.topk_ids < parity.FIRST_LOCAL + parity.LOCAL_EXPERTS
-            )
+            case = make_case(VARIANTS[arguments.variant], num_tokens, routing, 1.0)
             line = {
                 "variant": arguments.variant,
                 "routing": routing,
                 "tokens": num_tokens,
-                "local_routes": int(local.sum()),
+                "local_routes": local_routes(case),
                 "impl": arguments.impl,
                 "us": round(measure_us(hpu, call, on_device(case, torch.device(arguments.device))), 1),
                 "build": manifest.version,
@@ -94,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lib", type=Path, help="folder of a build")
-    parser.add_argument("--variant", choices=parity.NAMES, default="gptoss")
+    parser.add_argument("--variant", choices=list(VARIANTS), default="gptoss")
     parser.add_argument("--impl", choices=("kernel", "stock"), default="kernel")
     parser.add_argument("--tokens", default="1,2,4,8,16", help="comma list of T")
     parser.add_argument("--device", default="hpu", help=argparse.SUPPRESS)

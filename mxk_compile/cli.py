@@ -169,7 +169,9 @@ def _parser() -> argparse.ArgumentParser:
         help="Gaudi kernels: their sources run on this CPU, or a build of them on a card",
     )
     parity.add_argument("--lib", type=Path, metavar="DIR", help="with hpu: folder of the build")
-    parity.add_argument("--variant", default="all", help="one of the model rows, or all; default: all")
+    parity.add_argument(
+        "--variant", choices=["all", *VARIANTS], default="all", help="model row; default: all"
+    )
     parity.add_argument("--quick", action="store_true", help="fewest and most tokens only")
     parity.add_argument(
         "--model", action="store_true", help="modelled microseconds a call instead of the checks"
@@ -280,24 +282,25 @@ def _tune(options: argparse.Namespace) -> None:
 
 
 def _parity(options: argparse.Namespace) -> int:
-    from mxk_compile import parity
-
-    names = parity.NAMES if options.variant == "all" else (options.variant,)
-    if options.variant not in ("all", *parity.NAMES):
-        allowed = ", ".join(("all", *parity.NAMES))
-        raise CallError("mxk parity", f"--variant {options.variant}", allowed, "choose one of them")
+    names = list(VARIANTS) if options.variant == "all" else [options.variant]
     if options.model:
-        parity.print_model(names)
+        from mxk_compile.parity.model import print_model
+
+        print_model(names)
         return 0
     if (options.device == "hpu") != (options.lib is not None):
         given = f"--device {options.device} {'without' if options.lib is None else 'with'} --lib"
         allowed = "--device hpu with --lib DIR, --device tpc-emulated without"
         raise CallError("mxk parity", given, allowed, "name the folder that `mxk build-tpc` made")
     if options.lib is not None:
-        from mxk_compile.parity_device import run_on_device
+        from mxk_compile.parity.device import run_on_device
 
-        return 0 if run_on_device(options.lib, names, quick=options.quick) else _EXIT_FAILED
-    return 0 if parity.run_parity(names, quick=options.quick) else _EXIT_FAILED
+        passed = run_on_device(options.lib, names, quick=options.quick)
+    else:
+        from mxk_compile.parity.emulated import run_parity
+
+        passed = run_parity(names, quick=options.quick)
+    return 0 if passed else _EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import scripts
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
@@ -22,18 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "tiny-gptoss"
 
 
-def load_example(name: str) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module
-    specification.loader.exec_module(module)
-    return module
-
-
-corpus = load_example("tiny_gptoss_corpus")  # first: the script imports it, as it lies beside it
-script = load_example("train_tiny_gptoss")
+corpus = scripts.load("examples/tiny_gptoss_corpus.py")  # first: the script imports it, as it lies beside it
+script = scripts.load("examples/train_tiny_gptoss.py")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import pathlib
 import sys
@@ -12,13 +11,15 @@ import types
 from collections.abc import Iterator, Sequence
 
 import pytest
+import scripts
 import torch
 from torch import Tensor
 
-from mxk_compile import parity_device
 from mxk_compile.cli import main
 from mxk_compile.kernels.tpc import emulated_ops
 from mxk_compile.kernels.tpc.libraries import Manifest
+from mxk_compile.parity import cases as parity_cases
+from mxk_compile.parity import device as parity_device
 from mxk_compile.testing import MoECase
 
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def test_wrong_results_fail(
     assert parity.startswith("PARITY FAIL: worst rel_l2 1.0")
     assert signature == "SIG_DEVICE FAIL: in one graph other results than alone: muse"
     monkeypatch.setattr(
-        parity_device.mxfp4, "unpack", lambda weight, scale: torch.ones(len(weight), 1).bfloat16()
+        parity_cases.mxfp4, "unpack", lambda weight, scale: torch.ones(len(weight), 1).bfloat16()
     )
     assert parity_device.unpack(CPU) == "mxk_deq of w13, expert 0, is not the exact unpack"
 
@@ -76,9 +77,9 @@ def test_an_op_that_does_not_run_fails(
 
 def test_compiled_calls_go_through_the_backend() -> None:
     row = dataclasses.replace(parity_device.VARIANTS["glm"], hidden_size=256, intermediate_size=128, top_k=2)
-    cases = [parity_device.parity._case(row, 3, "hot", 1.0, seed) for seed in (0, 1)]
+    cases = [parity_cases.make_case(row, 3, "hot", 1.0, seed) for seed in (0, 1)]
     for case, result in zip(cases, parity_device.compiled_run("aot_eager")(cases), strict=True):
-        assert parity_device.parity._error(result, case.reference(round_intermediate=True)) < 5e-3
+        assert parity_cases.error_of(result, case.reference(round_intermediate=True)) < 5e-3
 
 
 @pytest.mark.parametrize(
@@ -110,12 +111,7 @@ def test_another_variant_and_no_bridge(
 def test_the_benchmark_times_a_captured_chain(
     small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-    path = pathlib.Path(__file__).parent.parent / "benchmarks/bench_gaudi.py"
-    spec = importlib.util.spec_from_file_location("bench_gaudi", path)
-    assert spec is not None
-    assert spec.loader is not None
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
+    bench = scripts.load("benchmarks/bench_gaudi.py")
     said: list[str] = []
 
     class Graph:

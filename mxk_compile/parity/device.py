@@ -1,32 +1,40 @@
 """`mxk parity --device hpu`: the kernels of a build on a Gaudi, against fp32 and beside the stock op.
 
-Cases, limits and PASS lines are those of the emulated parity (parity.py). What runs is what serves: in lazy mode the
-kernels' ops as calls of one lazy graph, else `mxk::moe` compiled by the `mxk` backend with `hpu_backend` inside. This
-module has run on stand-ins only.
+Cases, limits and PASS lines are those of the emulated parity. What runs is what serves: in lazy mode the kernels' ops
+as calls of one lazy graph, else `mxk::moe` compiled by the `mxk` backend with `hpu_backend` inside. This module has run
+on stand-ins only.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxk_compile import parity
 from mxk_compile.errors import KernelError
-from mxk_compile.kernels import MoEDesc, tpc
 from mxk_compile.kernels.tpc.libraries import load_ops, read_manifest
-from mxk_compile.ops.formats import mxfp4
+from mxk_compile.parity.cases import (
+    MAX_REL_L2,
+    Run,
+    badness,
+    error_of,
+    is_exact_unpack,
+    kernels_of,
+    make_case,
+    on_device,
+    run_case,
+    same_alone_and_together,
+    say,
+    token_counts,
+)
+from mxk_compile.parity.stock import run_stock
 from mxk_compile.passes.warm import self_check
 from mxk_compile.testing import MoECase
 from mxk_compile.variants import VARIANTS
-
-Run = Callable[[Sequence[MoECase]], list[Tensor]]
-"""Results of some cases whose calls are in one graph."""
 
 
 def run_on_device(folder: Path, names: Sequence[str], *, quick: bool = False) -> bool:
@@ -36,7 +44,7 @@ def run_on_device(folder: Path, names: Sequence[str], *, quick: bool = False) ->
         KernelError: no usable build, one of other variants, or no bridge; one line.
     """
     manifest = read_manifest(folder)
-    known = [name for name in names if parity._kernels_of(name) == manifest.variant]
+    known = [name for name in names if kernels_of(name) == manifest.variant]
     if not known:
         raise KernelError(
             "mxk parity",
@@ -59,7 +67,7 @@ def run_on_device(folder: Path, names: Sequence[str], *, quick: bool = False) ->
 
 def lazy_run(cases: Sequence[MoECase]) -> list[Tensor]:
     """The kernels' ops, called; in lazy mode nothing executes before a result is read."""
-    return [parity.run_case(case) for case in cases]
+    return [run_case(case) for case in cases]
 
 
 def compiled_run(inner_backend: str) -> Run:
@@ -88,79 +96,53 @@ def check(names: Sequence[str], device: torch.device, run: Run, *, quick: bool =
     """The checks themselves, with ops that are registered for `device`; prints, and says whether all passed."""
     broken = {op: reason for op, reason in self_check(device.type).items() if reason is not None}
     if broken:
-        parity._verdict("PARITY", False, "; ".join(f"{op} does not run: {why}" for op, why in broken.items()))
+        say("PARITY", False, "; ".join(f"{op} does not run: {why}" for op, why in broken.items()))
         return False
-    worst = max((_variant(name, device, run, quick) for name in names), key=parity._badness)
-    passed = [parity._badness(worst) <= parity.MAX_REL_L2]
-    parity._verdict("PARITY", passed[0], f"worst rel_l2 {worst:.2e}, limit {parity.MAX_REL_L2:.1e}")
-    different = [name for name in names if not _same_alone_and_together(name, device, run)]
+    worst = max((_variant(name, device, run, quick) for name in names), key=badness)
+    passed = [badness(worst) <= MAX_REL_L2]
+    say("PARITY", passed[0], f"worst rel_l2 {worst:.2e}, limit {MAX_REL_L2:.1e}")
+    different = [name for name in names if not same_alone_and_together(VARIANTS[name], run, device)]
     passed.append(not different)
-    parity._verdict(
-        "SIG_DEVICE", not different, f"in one graph other results than alone: {', '.join(different)}"
-    )
+    say("SIG_DEVICE", not different, f"in one graph other results than alone: {', '.join(different)}")
     if "glm" in names:
         wrong = unpack(device)
         passed.append(not wrong)
-        parity._verdict("PREFILL", not wrong, wrong)
+        say("PREFILL", not wrong, wrong)
     return all(passed)
 
 
 def _variant(name: str, device: torch.device, run: Run, quick: bool) -> float:
     """Prints a line for each call; the worst rel_l2 of one variant."""
     errors = []
+    counts = token_counts(on_device(make_case(VARIANTS[name], 1, "hot", 1.0), device), quick)
     for routing in ("random", "hot"):
         for rms in (1.0, 4.0):
-            for num_tokens in _token_counts(name, device, quick):
-                case = parity._case(VARIANTS[name], num_tokens, routing, rms)
+            for num_tokens in counts:
+                case = make_case(VARIANTS[name], num_tokens, routing, rms)
                 expected = case.reference(round_intermediate=True)
                 placed = on_device(case, device)
-                errors.append(parity._error(run([placed])[0].cpu(), expected))
+                errors.append(error_of(run([placed])[0].cpu(), expected))
                 beside = _stock_error(placed, expected)
                 call = f"{name:8} {routing:7} rms {rms:g} T {num_tokens:3}"
                 print(f"{call}  kernel {errors[-1]:.2e}  stock {beside}", flush=True)
-    return max(errors, key=parity._badness)
-
-
-def _token_counts(name: str, device: torch.device, quick: bool) -> list[int]:
-    case = on_device(parity._case(VARIANTS[name], 1, "hot", 1.0), device)
-    most = tpc.token_range(MoEDesc.from_call(*case.routing, *case.weights, **case.attributes))[1]
-    return [1, most] if quick else [2**n for n in range(most.bit_length()) if 2**n <= most]
+    return max(errors, key=badness)
 
 
 def _stock_error(case: MoECase, expected: Tensor) -> str:
     try:
-        return f"{parity._error(parity.stock(case).cpu(), expected):.2e}"
+        return f"{error_of(run_stock(case).cpu(), expected):.2e}"
     except RuntimeError as error:  # the bridge runs its MXFP4 ops in graphs only: it is shown, not required
         return f"not run ({str(error).splitlines()[0][:60]})"
 
 
-def on_device(case: MoECase, device: torch.device) -> MoECase:
-    """The same case with its tensors on `device`."""
-    fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
-    moved: dict[str, Any] = {
-        name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor)
-    }
-    return dataclasses.replace(case, **moved)
-
-
-def _same_alone_and_together(name: str, device: torch.device, run: Run) -> bool:
-    """Two calls of equal shapes in one graph: each has the result that it has alone, and they differ."""
-    cases = [on_device(parity._case(VARIANTS[name], 2, "hot", 1.0, seed), device) for seed in (0, 1)]
-    alone = [run([case])[0].cpu() for case in cases]
-    together = run(cases)  # read only now, when both are in the graph
-    same = all(torch.equal(a, b.cpu()) for a, b in zip(alone, together, strict=True))
-    return same and not torch.equal(*alone)
-
-
 def unpack(device: torch.device) -> str:
     """mxk_deq of the first, middle and last expert against the exact unpack; what is wrong, or an empty string."""
-    case = parity._case(VARIANTS["glm"], 1, "hot", 1.0)
+    case = make_case(VARIANTS["glm"], 1, "hot", 1.0)
     for name, weight, scale in (("w13", case.w13, case.w13_scale), ("w2", case.w2, case.w2_scale)):
         placed = weight.to(device), scale.to(device)
         for expert in (0, len(weight) // 2, len(weight) - 1):
             # Views in the graph of the call: a legacy op can read wrong data through those of an earlier graph.
             values = torch.ops.custom_op.mxk_deq(*(tensor[expert] for tensor in placed)).cpu()
-            exact = mxfp4.unpack(weight[expert], scale[expert])
-            if not torch.equal(values.view(torch.int16), exact.view(torch.int16)):
+            if not is_exact_unpack(values, weight[expert], scale[expert]):
                 return f"mxk_deq of {name}, expert {expert}, is not the exact unpack"
     return ""

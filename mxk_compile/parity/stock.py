@@ -1,0 +1,90 @@
+"""The stock op's result of a call, in its own rounding: what parity prints beside the kernels'."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mxk_compile.ops.dequant import dequantize
+from mxk_compile.ops.formats import mxfp4
+from mxk_compile.ops.moe import activate, split_rows
+from mxk_compile.testing import MoECase
+
+
+def run_stock(case: MoECase) -> Tensor:
+    """The result of the stand-in of ops/stock.py, or of the bridge's op where it is there.
+
+    No overload has the clamp without bias and `up + 1`: for that activation its steps are repeated here, each in bf16.
+    Per route, it is called with one slot at a time.
+    """
+    ids, weights = case.topk_ids, case.topk_weights
+    if case.attributes["per_route"]:
+        slots = [
+            dataclasses.replace(case, topk_ids=ids[:, [k]], topk_weights=weights[:, [k]])
+            for k in range(ids.shape[1])
+        ]
+        return torch.stack([_call(slot) for slot in slots], dim=1)
+    if case.attributes["activation"] == "swiglu_clamp":
+        return _steps(case)
+    return _call(case)
+
+
+def on_bf16(case: MoECase, w13: Sequence[Tensor], w2: Sequence[Tensor]) -> Tensor:
+    """The stock op for bf16 weights, on those given, one matrix an expert: prefill, and what INT4 is converted for."""
+    op = torch.ops.hpu.mixture_of_experts.fused_weights
+    result: Tensor = op(
+        *case.routing, list(w13), list(w2), permuted_weights=True, activation="silu", **_experts(case)
+    )
+    return result
+
+
+def _call(case: MoECase) -> Tensor:
+    if case.attributes["weight_format"] == "uint4":
+        return on_bf16(case, _int4_values(case.w13, case.w13_scale), _int4_values(case.w2, case.w2_scale))
+    weights, scales, biases = (
+        [list(tensor) for tensor in pair if tensor is not None]
+        for pair in (
+            (case.w13, case.w2),
+            (case.w13_scale, case.w2_scale),
+            (case.w13_bias, case.w2_bias),
+        )
+    )
+    flags: dict[str, Any] = {"block_size": mxfp4.BLOCK, "permuted_weights": True, "is_fp4": True}
+    op = torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights
+    if biases:
+        op = torch.ops.hpu.mixture_of_experts.bias_mxfp4_fused_weights
+        flags |= {name: case.attributes[name] for name in ("alpha", "limit")}
+    else:
+        flags["activation"] = "silu"
+    result: Tensor = op(*case.routing, *weights, *biases, *scales, **flags, **_experts(case))
+    return result
+
+
+def _experts(case: MoECase) -> dict[str, int]:
+    first = case.attributes["experts_min"]
+    return {"experts_min": first, "experts_max": first + len(case.w2) - 1}
+
+
+def _int4_values(weight: Tensor, scale: Tensor) -> list[Tensor]:
+    """What vllm-gaudi's conversion makes of INT4, expert by expert."""
+    pairs = zip(weight, scale, strict=True)
+    return [dequantize(*pair, weight_format="uint4", dtype=torch.bfloat16) for pair in pairs]
+
+
+def _steps(case: MoECase) -> Tensor:
+    result = torch.zeros_like(case.hidden_states)
+    for expert in range(len(case.w2)):
+        token, slot = torch.where(case.topk_ids == case.attributes["experts_min"] + expert)
+        if not len(token):
+            continue
+        w13 = mxfp4.unpack(case.w13[expert], case.w13_scale[expert])
+        w2 = mxfp4.unpack(case.w2[expert], case.w2_scale[expert])
+        halves = split_rows(functional.linear(case.hidden_states[token], w13), case.attributes["row_order"])
+        a = activate(*halves, case.attributes["activation"], 1.0, case.attributes["limit"])
+        result.index_add_(0, token, functional.linear(a, w2) * case.topk_weights[token, slot, None])
+    return result
