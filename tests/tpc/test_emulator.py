@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -139,3 +142,27 @@ def test_what_the_device_does_not_do_ends_the_run(which: int) -> None:
         raised.value
     )
     kernel.run([x, ids], outputs, [0])  # the next call is not hurt
+
+
+def test_threads_take_turns() -> None:
+    """A kernel's local memory is static: two calls at once would mix."""
+    inputs = [torch.randn(50, 100) for _ in range(8)]
+
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        kernel = emulate.build(SOURCES / "scale.c")
+        return kernel.run([x], [emulate.Output((50, 100), torch.float32)], [0.5, 50, 100])[0][0]
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            for x, y in zip(inputs, pool.map(scale, inputs), strict=True):
+                assert torch.equal(y, x * 0.5)
+
+
+def test_a_cache_folder_behind_a_link_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir(mode=0o700)
+    (tmp_path / f"mxk-tpc-emulator-{os.getuid()}").symlink_to(tmp_path / "mine")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(KernelError, match="is not this user's own"):
+        emulate.cache_folder()

@@ -14,8 +14,10 @@ import os
 import pathlib
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -135,11 +137,16 @@ class Output:
     dtype: torch.dtype
 
 
+_locks: dict[pathlib.Path, threading.Lock] = {}
+"""Of each built library, held while it runs: its kernel's local memory and counters are static."""
+
+
 class EmulatedKernel:
-    """A built kernel. `run` may be called any number of times; not by two threads at once."""
+    """A built kernel. `run` may be called any number of times, from any thread: calls of one build take turns."""
 
     def __init__(self, name: str, libraries: Sequence[pathlib.Path]) -> None:
         self.name = name
+        self._lock = _locks.setdefault(libraries[0], threading.Lock())
         self._libraries = [ctypes.CDLL(str(path)) for path in libraries]
 
     def run(
@@ -184,11 +191,12 @@ class EmulatedKernel:
                 )
             return list(totals)
 
-        if num_workers == 1:
-            totals = [work(0)]
-        else:
-            with ThreadPoolExecutor(num_workers) as pool:
-                totals = list(pool.map(work, range(num_workers)))
+        with self._lock:
+            if num_workers == 1:
+                totals = [work(0)]
+            else:
+                with ThreadPoolExecutor(num_workers) as pool:
+                    totals = list(pool.map(work, range(num_workers)))
         unwritten = tuple(
             int((owner[: result.numel()] == _UNWRITTEN).sum())
             for owner, result in zip(owners, results, strict=True)
@@ -277,7 +285,8 @@ def cache_folder() -> pathlib.Path:
     """
     folder = pathlib.Path(tempfile.gettempdir()) / f"mxk-tpc-emulator-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+    found = folder.lstat()  # a link is another user's to turn, whoever owns what is behind it
+    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise KernelError(
             "TPC emulator", f"{folder} is not this user's own", "mode 0700", "remove it, or set TMPDIR"
         )
