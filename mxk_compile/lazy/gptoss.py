@@ -100,15 +100,15 @@ class LazyMoE:
         weight = layer.w13_weight
         x = weight.new_empty((1, layer.w2_weight.shape[1]), dtype=torch.bfloat16)
         ids = weight.new_empty((1, layer.top_k), dtype=torch.int32)
+        packed = (weight, layer.w13_weight_scale, layer.w2_weight, layer.w2_weight_scale)
         desc = MoEDesc.from_call(
             *(x, ids, ids.to(torch.bfloat16)),
-            *(weight, layer.w13_weight_scale, layer.w2_weight, layer.w2_weight_scale, None, None),
-            *(layer.w13_bias, layer.w2_bias),
+            *(*packed, None, None, layer.w13_bias, layer.w2_bias),
             weight_format="mxfp4",
             row_order="interleaved",
             activation="swiglu_oai",
         )
-        reason = tpc.supports(desc)
+        reason = tpc.supports(desc) or tpc.misfit(desc, packed)
         if reason is not None:
             raise _refuse(reason, "the sizes of docs/gaudi.md")
         return desc
@@ -149,7 +149,7 @@ class LazyMoE:
     ) -> Tensor:
         """[T, K] -> [T, K]; arguments as the stock op's, whose `activation` has no meaning where there are biases."""
         num_tokens, num_routes = hidden_states.shape[0], expert_routing_table.numel()
-        if 0 < num_tokens <= self.max_tokens and num_routes <= MAX_ROUTES:
+        if 0 < num_tokens <= self.max_tokens and 0 < num_routes <= MAX_ROUTES:
             reason = self._misfit(hidden_states, expert_routing_table, router_weights)
             if reason is None and not permuted_weights:
                 reason = "permuted_weights is False; allowed: True"

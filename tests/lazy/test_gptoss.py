@@ -148,6 +148,25 @@ def test_moved_and_replaced_weights_are_followed(make_layer: Callable[..., Any])
     assert not any(name.startswith("mxk_") for name in layer.state_dict())
 
 
+def test_calls_without_routes_stay_stock(make_layer: Callable[..., Any]) -> None:
+    case = gptoss_case()
+    layer = make_layer(case)
+    gptoss.attach(layer, OPTIONS)
+    layer.moe_op.forward.stock = lambda x, *rest, **options: x
+    x, ids, weights = (value[:2] for value in case.routing)
+    layer.moe_op(x, ids[:, :0].int(), weights[:, :0])
+    assert stand_ins.called == []
+
+
+def test_weights_that_are_not_dense_stay_stock(
+    make_layer: Callable[..., Any], said: Callable[[], list[str]]
+) -> None:
+    case = gptoss_case()
+    layer = make_layer(case, w2_weight=case.w2.transpose(1, 2).contiguous().transpose(1, 2))
+    assert not gptoss.attach(layer, OPTIONS)
+    assert "w2 has strides (3072, 1, 96); allowed: dense tensors" in said()[0]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

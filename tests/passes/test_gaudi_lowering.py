@@ -581,6 +581,21 @@ def test_eager_calls_at_the_edges_of_t(num_tokens: int, caplog: pytest.LogCaptur
     assert bool(stand_ins.called) == (num_tokens == 32)
 
 
+@pytest.mark.parametrize("lists", [False, True])
+def test_strided_weights_stay_off_the_kernels(lists: bool, on_cpu: None) -> None:
+    case = variant_case("glm")
+    case.w2 = case.w2.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def model(*routing: Tensor) -> Tensor:
+        if lists:
+            return call_stock(case, case.lists, *routing)
+        return torch.ops.mxk.moe(*routing, *case.weights, **case.attributes)
+
+    result = compiled(model, Report())(*case.routing)
+    assert rel_l2(result, case.reference()) < 1e-2
+    assert stand_ins.called == []
+
+
 def test_strided_inputs(on_cpu: None) -> None:
     case = variant_case("glm", num_tokens=4)
     wide = torch.zeros(4, 1024, dtype=torch.bfloat16)

@@ -155,6 +155,10 @@ def misfit(desc: MoEDesc, weights: Sequence[Any]) -> str | None:
             dtype = value.dtype if isinstance(value, Tensor) else value[0].dtype
             if dtype != DTYPES[tensor.dtype]:
                 return f"Gaudi kernels: {tensor.name} is {dtype}; allowed: {DTYPES[tensor.dtype]}"
+    # Not copied here: that would be all experts in every call. Zero points are small, and lists are stacked anyway.
+    for name, value in zip(("w13", "s13", "w2", "s2"), packed, strict=True):
+        if isinstance(value, Tensor) and not value.is_contiguous():
+            return f"Gaudi kernels: {name} has strides {tuple(value.stride())}; allowed: dense tensors"
     return None
 
 
