@@ -66,7 +66,11 @@ def prepare(environ: MutableMapping[str, str]) -> Options | None:
     for name, why in _REQUIRED.items():
         if environ.get(name) != "1":
             raise SettingsError(name, repr(environ.get(name, "")), "1", f"set it: {why}")
-    folder = Path(environ.get("MXFP4_TPC_MOE_LIB") or "/opt/mxfp4-moe/lib")
+    # Absolute: processes that inherit GC_KERNEL_PATH may run in another folder.
+    folder = Path(environ.get("MXFP4_TPC_MOE_LIB") or "/opt/mxfp4-moe/lib").absolute()
+    if ":" in str(folder):
+        given = f"{str(folder)!r}, which GC_KERNEL_PATH would split at the colon"
+        raise SettingsError("MXFP4_TPC_MOE_LIB", given, "a folder without one", "rename or link it")
     manifest = _manifest(folder)
     changes = {
         "GC_KERNEL_PATH": _kernel_path(environ, folder / KERNEL_LIBRARY, manifest),
@@ -102,6 +106,12 @@ def _manifest(folder: Path) -> Manifest:
     for name in (KERNEL_LIBRARY, OP_LIBRARIES["lazy"]):
         if name not in manifest.files:
             raise KernelError(str(folder), f"MANIFEST lacks {name}", "a complete build", "build it again")
+    stock = manifest.stock.get("path", "")
+    if not os.path.isfile(stock):  # the device would come up without any kernel
+        given = f"a build that forwards to {stock!r}, which is not there"
+        raise KernelError(
+            str(folder), given, "the stock library of this image", "build it again, in this image"
+        )
     return manifest
 
 

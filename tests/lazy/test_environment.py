@@ -101,6 +101,14 @@ def test_wrong_values(name: str, value: str | None, error: str, environ: dict[st
         ({"variant": "glm"}, "a build of variant 'glm'; allowed: 'gptoss'; build that variant"),
         ({"files": {}}, "MANIFEST lacks libmxk_tpc.so; allowed: a complete build; build it again"),
         ({"files": {"libmxk_tpc.so": "0" * 64}}, "sha256"),
+        ({"files": {"libmxk_tpc.so": 7}}, "cannot be read: a name, version or hash is no text"),
+        ({"version": 1}, "cannot be read: a name, version or hash is no text"),
+        ({"stock": []}, "cannot be read"),
+        ({"stock": {}}, "a build that forwards to '', which is not there"),
+        (
+            {"stock": {"path": "/no/libtpc_kernels.so"}},
+            "forwards to '/no/libtpc_kernels.so', which is not there",
+        ),
     ],
 )
 def test_builds_that_do_not_do(
@@ -118,6 +126,28 @@ def test_default_folder(environ: dict[str, str]) -> None:
     del environ["MXFP4_TPC_MOE_LIB"]
     with pytest.raises(KernelError, match=r"^/opt/mxfp4-moe/lib/MANIFEST: it is not there"):
         prepare(environ)
+
+
+def test_a_relative_folder_holds_for_processes_of_other_folders(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(environ["MXFP4_TPC_MOE_LIB"])
+    monkeypatch.chdir(folder.parent)
+    environ["MXFP4_TPC_MOE_LIB"] = folder.name
+    options = prepare(environ)
+    assert options is not None
+    assert options.folder == folder
+    assert environ["GC_KERNEL_PATH"] == str(folder / "libmxk_tpc.so")
+
+
+def test_a_folder_that_would_be_two_paths(environ: dict[str, str], make_build: Callable[..., Path]) -> None:
+    environ["MXFP4_TPC_MOE_LIB"] = str(make_build("lib:new"))
+    before = dict(environ)
+    with pytest.raises(
+        SettingsError, match="MXFP4_TPC_MOE_LIB: .*split at the colon; allowed: a folder without one"
+    ):
+        prepare(environ)
+    assert environ == before
 
 
 def test_an_open_device_is_too_late(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

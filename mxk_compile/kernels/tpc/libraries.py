@@ -59,7 +59,10 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         fields = json.loads(path.read_bytes())
         manifest = Manifest(**fields)
-        files = dict(manifest.files)
+        files, stock = {**manifest.files}, {**manifest.stock}  # TypeError if they are none
+        texts = (manifest.version, manifest.variant, *files, *files.values(), *stock.values())
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("a name, version or hash is no text")
     except FileNotFoundError as error:
         raise _refuse(path, "it is not there", "a folder that `mxk build-tpc` made") from error
     except (OSError, ValueError, TypeError) as error:
