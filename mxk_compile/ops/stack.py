@@ -55,7 +55,8 @@ def is_known(shape: Sequence[int], dtype: torch.dtype, device: str) -> bool:
     for address, held in list(_stacks.items()):
         stack = held()
         if stack is None:
-            del _stacks[address]
+            if _stacks.get(address) is held:  # another thread may have been here, or registered anew
+                _stacks.pop(address, None)
         elif tuple(stack.shape) == tuple(shape) and stack.dtype == dtype and stack.device.type == device:
             return True
     return False
@@ -67,6 +68,9 @@ def find_stack(experts: Sequence[Tensor]) -> Tensor | None:
     held = _stacks.get(first.data_ptr())
     stack = held() if held is not None else None
     if stack is None or stack.shape != (len(experts), *first.shape) or stack.dtype != first.dtype:
+        return None
+    # Devices number their addresses each for itself.
+    if any(expert.device != stack.device for expert in experts):
         return None
     start, step = stack.data_ptr(), stack.stride(0) * stack.element_size()
     if list(map(Tensor.data_ptr, experts)) != list(range(start, start + step * len(experts), step)):

@@ -53,6 +53,18 @@ def test_other_lists_are_copied_and_said_once(kind: str, caplog: pytest.LogCaptu
     assert f"{len(experts)} experts of shape {list(experts[0].shape)}" in record.getMessage()
 
 
+def test_equal_addresses_of_another_device_prove_nothing() -> None:
+    experts = list(torch.randint(0, 256, (2, 3, 4)).byte())
+
+    class Elsewhere(Tensor):
+        def data_ptr(self) -> int:
+            return experts[0].data_ptr()
+
+    other = torch.empty(2, 3, 4, dtype=torch.uint8, device="meta").as_subclass(Elsewhere)
+    stack.register_stack(other)
+    assert torch.equal(torch.ops.mxk.stack(experts), torch.stack(experts))
+
+
 def test_stacks_are_not_kept_alive() -> None:
     tensor = registered(2, 3, 4)
     experts = [value.clone() for value in tensor]
