@@ -137,6 +137,11 @@ def refusals(kernel: Kernel, sizes: dict[str, int]) -> dict[str, str]:
         "dimensions": node(kernel, sizes, **{first.name: whole + "x1x1x1x1"}),
         f"{first.name} is [": node(kernel, sizes, **{first.name: whole + "x1"}),
     }
+    scale = next((tensor for tensor in kernel.inputs if tensor.name in ("s13", "s2", "s")), first)
+    wraps = [dim.size(sizes) for dim in scale.shape[:-1]] + [scale.shape[-1].size(sizes) + 2**64 // 32]
+    cases[f"{scale.name} is of 2**31 or more"] = node(
+        kernel, sizes, **{scale.name: f"{scale.dtype}:{'x'.join(map(str, wraps))}"}
+    )
     for index, tensor in enumerate((*kernel.inputs, kernel.output)):
         shape = [dim.size(sizes) for dim in tensor.shape]
         for axis in range(len(shape)):

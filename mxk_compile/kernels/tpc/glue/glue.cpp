@@ -115,6 +115,8 @@ bool read_tensor(const mxk::KernelSpec& kernel, const mxk::TensorSpec& spec, con
   for (uint32_t d = 0; d < geometry.dims; ++d) {
     if (geometry.minSizes[d] != geometry.maxSizes[d])
       return refuse(kernel, why, spec.name, "of dynamic shape", "a static shape (force_static_compile)");
+    if (geometry.maxSizes[d] > INT32_MAX)  // of a kernel's coordinates; the products of the check stay in 64 bits
+      return refuse(kernel, why, spec.name, "of 2**31 or more elements in a dimension", spec.text);
     shape->size[geometry.dims - 1 - d] = static_cast<int64_t>(geometry.maxSizes[d]);
     identity = identity && tensor.permutation[d] == d;
     unset = unset && tensor.permutation[d] == 0;
