@@ -33,7 +33,7 @@ NUM_TPC = 24
 MAX_ROUTES = 128
 MAX_EXPERTS = 128
 MAX_ROWS = 8168
-"""Rows of one matrix of mxk_deq: the kernels' division by 24 holds up to there (MXK_SLICE)."""
+"""Rows of one matrix of mxk_deq that a call may have; its own division by 24 (MXK_SLICE) holds further."""
 MAX_COLUMNS = 8192
 """Columns of it: the largest K of a variant."""
 MAX_NODE_TENSORS = 16
