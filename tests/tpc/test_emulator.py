@@ -146,14 +146,14 @@ def test_what_the_device_does_not_do_ends_the_run(which: int) -> None:
 
 def test_threads_take_turns() -> None:
     """A kernel's local memory is static: two calls at once would mix."""
-    inputs = [torch.randn(50, 100) for _ in range(8)]
+    inputs = [torch.randn(2000, 100) for _ in range(4)]
 
     def scale(x: torch.Tensor) -> torch.Tensor:
         kernel = emulate.build(SOURCES / "scale.c")
-        return kernel.run([x], [emulate.Output((50, 100), torch.float32)], [0.5, 50, 100])[0][0]
+        return kernel.run([x], [emulate.Output((2000, 100), torch.float32)], [0.5, 2000, 100])[0][0]
 
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(20):
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
             for x, y in zip(inputs, pool.map(scale, inputs), strict=True):
                 assert torch.equal(y, x * 0.5)
 
