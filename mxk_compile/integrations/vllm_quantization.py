@@ -111,6 +111,10 @@ class _PackedMethod(FusedMoEMethodBase):
     row_order = "gate_up"
     suffix = ""  # of the names of the packed weights
 
+    def __init__(self, moe: Any) -> None:
+        # Not the stock method's, which would look for a kernel of vLLM and may find none.
+        FusedMoEMethodBase.__init__(self, moe)
+
     @property
     def is_monolithic(self) -> bool:
         return False
@@ -149,9 +153,8 @@ class _PackedMethod(FusedMoEMethodBase):
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """x [T, K] bf16, topk_weights and topk_ids [T, k] of global experts -> [T, K]; traced into the graph."""
-        if (
-            layer.expert_map is not None
-        ):  # [global experts] -> local index, -1 on other ranks, which adds nothing
+        if layer.expert_map is not None:
+            # [global experts] -> local index, -1 on other ranks, which adds nothing.
             topk_ids = torch.where(topk_ids < 0, topk_ids, layer.expert_map[topk_ids.clamp(min=0)])
         result: Tensor = torch.ops.mxk.moe(
             x,
@@ -177,17 +180,9 @@ class GptOssMethod(_PackedMethod, GptOssMxfp4MoEMethod):
 
     row_order = "interleaved"
 
-    def __init__(self, moe: Any) -> None:
-        FusedMoEMethodBase.__init__(
-            self, moe
-        )  # the stock method would look for a kernel of vLLM, and may find none
-
 
 class Mxfp4Method(_PackedMethod, Mxfp4MoEMethod):
     """MXFP4 experts with gate and up projections of their own."""
-
-    def __init__(self, moe: Any) -> None:
-        FusedMoEMethodBase.__init__(self, moe)
 
 
 class Int4Method(_PackedMethod, compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMethod):
@@ -197,7 +192,7 @@ class Int4Method(_PackedMethod, compressed_tensors_moe_wna16.CompressedTensorsWN
     suffix = "_packed"
 
     def __init__(self, weight_quant: Any, input_quant: Any, moe: Any) -> None:
-        FusedMoEMethodBase.__init__(self, moe)
+        super().__init__(moe)
         # What the stock method's create_weights reads.
         self.weight_quant, self.input_quant = weight_quant, input_quant
         self.symmetric, self.strategy = weight_quant.symmetric, weight_quant.strategy
@@ -223,15 +218,16 @@ class Int4Method(_PackedMethod, compressed_tensors_moe_wna16.CompressedTensorsWN
             setattr(layer, name, nn.Parameter(zeros, requires_grad=False))
 
 
-def _choose(layer: Any, stock: Any, ours: Any, group_size: int = _GROUP) -> Any:
-    """A new method of ours, or the stock one and the reason in the log."""
-    method = ours()
+def _fits(layer: Any, method: type[_PackedMethod], group_size: int = _GROUP) -> bool:
+    """Whether a layer is routed experts that a method of ours runs; logs which, or why not."""
+    if not isinstance(layer, RoutedExperts):
+        return False
     reason = refusal(layer, method.weight_format, method.row_order, group_size)
     if reason is None:
         _logger.info_once("mxk_compile: packed experts run through mxk::moe (%s)", method.weight_format)
-        return method
-    _logger.warning_once("mxk_compile: MoE layers stay stock: %s", reason)
-    return stock()
+    else:
+        _logger.warning_once("mxk_compile: MoE layers stay stock: %s", reason)
+    return reason is None
 
 
 class GptOssConfig(GptOssMxfp4Config):
@@ -239,10 +235,9 @@ class GptOssConfig(GptOssMxfp4Config):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """A method of ours for routed experts where a fused kernel runs them, else vLLM's answer."""
-        stock = super().get_quant_method
-        if isinstance(layer, RoutedExperts):
-            return _choose(layer, lambda: stock(layer, prefix), lambda: GptOssMethod(layer.moe_config))
-        return stock(layer, prefix)
+        if _fits(layer, GptOssMethod):
+            return GptOssMethod(layer.moe_config)
+        return super().get_quant_method(layer, prefix)
 
 
 class PlainMxfp4Config(Mxfp4Config):
@@ -250,10 +245,9 @@ class PlainMxfp4Config(Mxfp4Config):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """A method of ours for routed experts where a fused kernel runs them, else vLLM's answer."""
-        stock = super().get_quant_method
-        if isinstance(layer, RoutedExperts):
-            return _choose(layer, lambda: stock(layer, prefix), lambda: Mxfp4Method(layer.moe_config))
-        return stock(layer, prefix)
+        if _fits(layer, Mxfp4Method):
+            return Mxfp4Method(layer.moe_config)
+        return super().get_quant_method(layer, prefix)
 
 
 class PackedTensorsConfig(CompressedTensorsConfig):
@@ -261,17 +255,10 @@ class PackedTensorsConfig(CompressedTensorsConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """A method of ours for INT4 routed experts where a fused kernel runs them, else vLLM's answer."""
-        stock = super().get_quant_method
         scheme = self._int4_scheme(layer, prefix) if isinstance(layer, RoutedExperts) else None
-        if scheme is None:
-            return stock(layer, prefix)
-        weights, inputs = scheme["weights"], scheme.get("input_activations")
-        return _choose(
-            layer,
-            lambda: stock(layer, prefix),
-            lambda: Int4Method(weights, inputs, layer.moe_config),
-            weights.group_size or -1,
-        )
+        if scheme is not None and _fits(layer, Int4Method, scheme["weights"].group_size or -1):
+            return Int4Method(scheme["weights"], scheme.get("input_activations"), layer.moe_config)
+        return super().get_quant_method(layer, prefix)
 
     def _int4_scheme(self, layer: Any, prefix: str) -> Any:
         """The scheme of the layer's three projections if it is one, weight-only, packed INT4; else None."""
