@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import operator
@@ -10,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from mxk_compile.kernels import cpu, cuda
+from mxk_compile.kernels import cpu, cuda, tpc
 from mxk_compile.kernels.cuda.operands import ALIGNMENT
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
-from mxk_compile.kernels.select import DEVICES, select, supports
+from mxk_compile.kernels.select import select, supports
 from mxk_compile.ops import library
 from mxk_compile.ops.moe import enter_directly, reference
 
@@ -27,15 +26,6 @@ def _say_once(reason: str) -> None:
     _logger.warning("mxk::moe runs its torch reference: %s", reason)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Verdict:
-    """What was found out about a call: its description, why no kernel runs it (or None), a kernel's other arguments."""
-
-    desc: MoEDesc
-    reason: str | None
-    scalars: dict[str, Any]
-
-
 _prepared: dict[Any, cpu.Prepared] = {}
 """CPU calls seen so far, by all that they hold on to: shapes, strides and dtypes, and the addresses of the weights.
 
@@ -44,17 +34,35 @@ It keeps nothing alive: memory that is freed and comes back in the same layout i
 _MOST_PREPARED = 4096
 
 
-def _run_cpu(key: Any, args: tuple[Any, ...], attributes: dict[str, Any]) -> Tensor:
-    """A call that is not in `_prepared`: judged, and put there if it can be run again."""
-    verdict = _judge(*args, **attributes)
-    if verdict.reason is not None:
-        return _run(verdict, args, attributes)
-    prepared = cpu.Prepared(verdict.desc, *args, **verdict.scalars)
-    if prepared.reusable:
-        if len(_prepared) >= _MOST_PREPARED:
-            _prepared.clear()
-        _prepared[key] = prepared
-    return prepared(*args[:3])
+def _judge(args: tuple[Any, ...], attributes: dict[str, Any]) -> tuple[MoEDesc, str | None, dict[str, Any]]:
+    """Description of a call, why no kernel runs it (or None), a kernel's other arguments."""
+    desc = MoEDesc.from_call(*args, **attributes)
+    scalars: dict[str, Any] = {
+        name: attributes[name] for name in ("alpha", "limit", "experts_min") if name in attributes
+    }
+    return desc, supports(desc), scalars
+
+
+def _reference(reason: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> Tensor:
+    """The fp32 torch reference, which says why once."""
+    _say_once(reason)
+    return reference(*args, **attributes)
+
+
+def _prepare(
+    kernels: Any, prepared: dict[Any, Any], key: Any, args: tuple[Any, ...], attributes: dict[str, Any]
+) -> Tensor:
+    """A call that is not among the `prepared` ones of a device: judged, and put there if it can be run again."""
+    desc, reason, scalars = _judge(args, attributes)
+    if reason is not None:
+        return _reference(reason, args, attributes)
+    call = kernels.Prepared(desc, *args, **scalars)
+    if call.reusable:
+        if len(prepared) >= _MOST_PREPARED:
+            prepared.clear()
+        prepared[key] = call
+    result: Tensor = call(*args[:3])
+    return result
 
 
 def moe_cpu(
@@ -81,7 +89,7 @@ def moe_cpu(
     )
     prepared = _prepared.get(key)
     if prepared is None:
-        return _run_cpu(key, (x, ids, router, w13, s13, w2, s2, *more), attributes)
+        return _prepare(cpu, _prepared, key, (x, ids, router, w13, s13, w2, s2, *more), attributes)
     return prepared(x, ids, router)
 
 
@@ -102,24 +110,12 @@ def moe_lists_cpu(x: Tensor, ids: Tensor, router: Tensor, *weights: Any, **attri
     )
     prepared = _prepared.get(key)
     if prepared is None:
-        return _run_cpu(key, (x, ids, router, *weights), attributes)
+        return _prepare(cpu, _prepared, key, (x, ids, router, *weights), attributes)
     return prepared(x, ids, router)
 
 
 _prepared_cuda: dict[Any, cuda.Prepared] = {}
 """CUDA calls seen so far, likewise."""
-
-
-def _run_cuda(key: Any, args: tuple[Any, ...], attributes: dict[str, Any]) -> Tensor:
-    verdict = _judge(*args, **attributes)
-    if verdict.reason is not None:
-        return _run(verdict, args, attributes)
-    prepared = cuda.Prepared(verdict.desc, *args, **verdict.scalars)
-    if prepared.reusable:
-        if len(_prepared_cuda) >= _MOST_PREPARED:
-            _prepared_cuda.clear()
-        _prepared_cuda[key] = prepared
-    return prepared(*args[:3])
 
 
 def moe_cuda(
@@ -147,7 +143,7 @@ def moe_cuda(
     )
     prepared = _prepared_cuda.get(key)
     if prepared is None or not prepared.current(s13, s2):
-        return _run_cuda(key, (x, ids, router, w13, s13, w2, s2, *more), attributes)
+        return _prepare(cuda, _prepared_cuda, key, (x, ids, router, w13, s13, w2, s2, *more), attributes)
     return prepared(x, ids, router)
 
 
@@ -165,35 +161,20 @@ def moe_lists_cuda(x: Tensor, ids: Tensor, router: Tensor, *weights: Any, **attr
     )
     prepared = _prepared_cuda.get(key)
     if prepared is None or not prepared.current(weights[1], weights[3]):
-        return _run_cuda(key, (x, ids, router, *weights), attributes)
+        return _prepare(cuda, _prepared_cuda, key, (x, ids, router, *weights), attributes)
     return prepared(x, ids, router)
 
 
-def _judge(*args: Any, **attributes: Any) -> _Verdict:
-    desc = MoEDesc.from_call(*args, **attributes)
-    scalars: dict[str, Any] = {
-        name: attributes[name] for name in ("alpha", "limit", "experts_min") if name in attributes
-    }
-    return _Verdict(desc, supports(desc), scalars)
-
-
-def _run(verdict: _Verdict, args: tuple[Any, ...], attributes: dict[str, Any]) -> Tensor:
-    """A fused kernel where one supports the call, else the fp32 torch reference, which says why once."""
-    if verdict.reason is None:
-        return DEVICES[verdict.desc.device].moe(verdict.desc, *args, **verdict.scalars)
-    _say_once(verdict.reason)
-    return reference(*args, **attributes)
-
-
-def _moe_judged(*args: Any, **attributes: Any) -> Tensor:
-    return _run(_judge(*args, **attributes), args, attributes)
+def moe_hpu(*args: Any, **attributes: Any) -> Tensor:
+    """`mxk::moe` and `mxk::moe.lists` on a Gaudi, called eagerly; the passes lower those of compiled graphs."""
+    desc, reason, scalars = _judge(args, attributes)
+    return tpc.moe(desc, *args, **scalars) if reason is None else _reference(reason, args, attributes)
 
 
 enter_directly("moe", moe_cpu, "CPU")
 enter_directly("moe", moe_cuda, "CUDA")
 enter_directly("moe.lists", moe_lists_cpu, "CPU")
 enter_directly("moe.lists", moe_lists_cuda, "CUDA")
-for _name in ("moe", "moe.lists"):
-    # Eager calls alone: compiled graphs are lowered to the kernels' ops, which an op library may bring at any time.
-    library.impl(_name, _moe_judged, "HPU")
+library.impl("moe", moe_hpu, "HPU")
+library.impl("moe.lists", moe_hpu, "HPU")
 library.impl("mxfp4_dequant", cuda.mxfp4_dequant, "CUDA")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Protocol
 
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels import cpu, cuda, tpc
@@ -15,13 +13,10 @@ class Kernels(Protocol):
     """What a device's package answers."""
 
     def supports(self, desc: MoEDesc) -> str | None:
-        """None if `moe` runs calls of this description here, else the reason in one line."""
+        """None if a kernel runs calls of this description here, else the reason in one line."""
 
     def config(self, desc: MoEDesc) -> KernelConfig:
         """What runs a description that `supports` accepts."""
-
-    def moe(self, desc: MoEDesc, *tensors: Any, **scalars: Any) -> Tensor:
-        """Runs the call: tensors as in ops/moe.py, scalars alpha, limit and experts_min."""
 
 
 DEVICES: dict[str, Kernels] = {"cpu": cpu, "cuda": cuda, "hpu": tpc}

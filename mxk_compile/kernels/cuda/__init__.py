@@ -72,6 +72,9 @@ def plan(desc: MoEDesc, num_tokens: int, device: int | None = None) -> Schedule:
 class Prepared:
     """A call described once: to be made again for as long as layouts, dtypes and weight addresses are the same.
 
+    It runs on torch's current stream. Nothing waits for the device, except that the first call with a layer's weights
+    reads whether its scales are small.
+
     Attributes:
         reusable: False where a copy of a weight was made, which holds for one call only.
     """
@@ -90,7 +93,15 @@ class Prepared:
         experts_min: int = 0,
         schedule: Schedule | None = None,
     ) -> None:
-        """Arguments as those of `moe`, and a schedule instead of the chosen one."""
+        """Prepares a call that `supports` accepts.
+
+        Args:
+            desc: the call's description; tensors, alpha, limit and experts_min as in ops/moe.py.
+            schedule: in place of the chosen one.
+
+        Raises:
+            KernelError: sources do not compile, or lists of weights are first met inside a CUDA graph.
+        """
         device, num_tokens = hidden_states.get_device(), hidden_states.shape[0]
         weights = (*weights, *(None,) * (8 - len(weights)))
         if torch.cuda.is_current_stream_capturing() and any(
@@ -129,7 +140,7 @@ class Prepared:
         return self._scales.current(w13_scale, w2_scale)
 
     def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """As `moe`, with the layouts and weight addresses given before."""
+        """`mxk::moe` with the layouts and weight addresses given before; raises KernelError if a launch fails."""
         if self._out is not None:
             return hidden_states.new_empty(self._out)
         device = self._device
@@ -141,20 +152,6 @@ class Prepared:
                 return self._runner(stream, hidden_states, topk_ids, topk_weights)
         stream = torch._C._cuda_getCurrentRawStream(device)
         return self._runner(stream, hidden_states, topk_ids, topk_weights)
-
-
-def moe(desc: MoEDesc, *tensors: Any, **scalars: Any) -> Tensor:
-    """`mxk::moe` or `mxk::moe.lists` on a CUDA device, on torch's current stream.
-
-    Nothing waits for the device, except that the first call with a layer's weights reads whether its scales are small.
-
-    Args:
-        desc: the call's description, which `supports` accepts; tensors and scalars as in ops/moe.py.
-
-    Raises:
-        KernelError: sources do not compile, a launch fails, or lists of weights are first met inside a CUDA graph.
-    """
-    return Prepared(desc, *tensors, **scalars)(*tensors[:3])
 
 
 def mxfp4_dequant(weight: Tensor, scale: Tensor) -> Tensor:
