@@ -90,6 +90,10 @@ class LazyMoE:
             raise _refuse(given, "as many ids as experts")
         for name, (holder, attribute) in _STACKS.items():
             self._compare(name, [getattr(expert, attribute) for expert in getattr(op, holder)])
+        for name in ("w13_weight_scale", "w2_weight_scale"):
+            # The kernels take it for infinity, which the clamps would make an ordinary number.
+            if bool((getattr(layer, name) == 255).any()):
+                raise _refuse(f"{name} holds scale byte 255, which is NaN", "scale bytes 0 to 254")
         # Once, as fp32: buffers, so that they move with the layer.
         for name in ("w13_bias", "w2_bias"):
             layer.register_buffer(f"mxk_{name}", getattr(layer, name).detach().float(), persistent=False)

@@ -167,6 +167,17 @@ def test_weights_that_are_not_dense_stay_stock(
     assert "w2 has strides (3072, 1, 96); allowed: dense tensors" in said()[0]
 
 
+@pytest.mark.parametrize("name", ["w13", "w2"])
+def test_scales_that_are_nan_stay_stock(
+    name: str, make_layer: Callable[..., Any], said: Callable[[], list[str]]
+) -> None:
+    case = gptoss_case()
+    getattr(case, f"{name}_scale")[2, 5, 1] = 255
+    assert not gptoss.attach(make_layer(case), OPTIONS)
+    (line,) = said()
+    assert f"{name}_weight_scale holds scale byte 255, which is NaN; allowed: scale bytes 0 to 254" in line
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -28,7 +28,7 @@
 //                                                                   256-entry bf16 pair table lies in memory is not public
 // LOAD slot, cycles a chunk-row: 8 lookups (4 with pairs), 1 weight, 0.5 scale, 1 activation.
 //
-// E8M0 bytes 1..254 are exact. 0 acts as 0 and not as 2^-127, 255 as inf and not as NaN: weights with 255 are refused at
+// E8M0 bytes 1..254 are exact. 0 acts as 0 and not as 2^-127, 255 as inf and not as NaN: lazy mode refuses weights with 255 at
 // load, and 0 changes a sum by less than 2^-122 of the activation.
 //
 // Bytes beyond a row's end load as zero: code 0 is 0.0, so a last chunk may be partial.
