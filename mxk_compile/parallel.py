@@ -19,8 +19,7 @@ from torch import Tensor
 
 from mxk_compile.checkpoint import PackedExperts
 from mxk_compile.errors import CallError
-
-_PER_EXPERT = ("w13", "w13_scale", "w2", "w2_scale", "w13_zero", "w2_zero", "w13_bias", "w2_bias")
+from mxk_compile.ops.moe import WEIGHTS
 
 
 def _check(what: str, rank: int, num_ranks: int, parts: int, of: str) -> None:
@@ -45,7 +44,7 @@ def expert_shard(experts: PackedExperts, rank: int, num_ranks: int) -> tuple[Pac
     num_experts = len(experts.w2)
     _check("expert_shard", rank, num_ranks, num_experts, "experts")
     begin, end = _span(num_experts, rank, num_ranks)
-    tensors = {name: getattr(experts, name) for name in _PER_EXPERT}
+    tensors = {name: getattr(experts, name) for name in WEIGHTS}
     part: dict[str, Any] = {name: t if t is None else t[begin:end] for name, t in tensors.items()}
     return dataclasses.replace(experts, **part), begin
 
@@ -63,14 +62,9 @@ def tensor_shard(experts: PackedExperts, rank: int, num_ranks: int) -> PackedExp
     intermediate_size, num_groups = experts.w13.shape[1] // 2, experts.w2_scale.shape[-1]
     # One group is the whole row: any even number of columns may be cut from it, 32 at a time as kernels take them.
     group = intermediate_size // num_groups if num_groups > 1 else 32
-    _check(
-        "tensor_shard",
-        rank,
-        num_ranks,
-        -(-intermediate_size // group),
-        "scale groups of the intermediate size",
-    )
-    begin, end = (bound * group for bound in _span(-(-intermediate_size // group), rank, num_ranks))
+    parts = -(-intermediate_size // group)
+    _check("tensor_shard", rank, num_ranks, parts, "scale groups of the intermediate size")
+    begin, end = (bound * group for bound in _span(parts, rank, num_ranks))
     end = min(end, intermediate_size)
 
     def rows(tensor: Tensor | None) -> Any:

@@ -47,6 +47,8 @@ from mxk_compile.ops.dequant import dequantize
 
 Weights = Tensor | Sequence[Tensor]
 """One weight argument: stacked over the experts, or one tensor an expert."""
+WEIGHTS = ("w13", "w13_scale", "w2", "w2_scale", "w13_zero", "w2_zero", "w13_bias", "w2_bias")
+"""Names of the weight arguments, in the order of the schema."""
 
 
 def activate(gate: Tensor, up: Tensor, activation: str, alpha: float, limit: float | None) -> Tensor:

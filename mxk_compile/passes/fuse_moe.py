@@ -20,6 +20,7 @@ from torch import fx
 from mxk_compile.errors import CallError
 from mxk_compile.kernels import MoEDesc, supports
 from mxk_compile.kernels.select import select, stacked_only, token_range
+from mxk_compile.ops.moe import WEIGHTS
 from mxk_compile.passes import token_rule
 from mxk_compile.passes.arguments import bind, fake_arguments, mutates, overload_of
 from mxk_compile.passes.context import Context
@@ -30,8 +31,6 @@ from mxk_compile.passes.stock_forms import ANY_VALUE, FORMS, ROUTING, StockForm
 
 Nodes = list[fx.Node]
 Stacks = list[Stack | RegisteredStack | None]
-
-_WEIGHTS = ("w13", "w13_scale", "w2", "w2_scale", "w13_zero", "w2_zero", "w13_bias", "w2_bias")
 
 
 class Declined(Exception):
@@ -202,7 +201,7 @@ def _find_stacks(call: Call, desc: MoEDesc) -> Stacks:
             stacks[index] = find_registered(nodes)
             if stacks[index] is None:
                 raise Declined(
-                    f"{_WEIGHTS[index]} is a list of {len(nodes)} tensors, the kernels of device {desc.device!r} "
+                    f"{WEIGHTS[index]} is a list of {len(nodes)} tensors, the kernels of device {desc.device!r} "
                     "take stacked experts; keep them stacked, and call register_stacks(model) after loading"
                 )
     return stacks
