@@ -268,14 +268,8 @@ class Prepared:
         else:
             failed = self._function(varying + self._fixed)
         if failed:
-            raise KernelError(
-                *(
-                    "CPU kernels",
-                    "scratch memory could not be had",
-                    "a call that fits memory",
-                    "use fewer tokens",
-                )
-            )
+            given, allowed = "scratch memory could not be had", "a call that fits memory"
+            raise KernelError("CPU kernels", given, allowed, "use fewer tokens")
         return out
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+import scripts
 
 from mxk_compile.kernels import cpu
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -33,14 +30,9 @@ def emulated_amx(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The same sources with MXK_AMX_EMULATED, opened beside the library in use; needs a compiler and AVX-512."""
     if not (os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler")
-    specification = importlib.util.spec_from_file_location("mxk_setup", ROOT / "setup.py")
-    assert specification is not None
-    assert specification.loader is not None
-    setup = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(setup)
     folder = tmp_path_factory.mktemp("emulated_amx")
     path = folder / "libmxk_cpu_emulated.so"
-    setup.build(path, folder / "objects", ["-DMXK_AMX_EMULATED"])
+    scripts.load("setup.py").build(path, folder / "objects", ["-DMXK_AMX_EMULATED"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "LIBRARY", path)
         library = cpu._open.__wrapped__()

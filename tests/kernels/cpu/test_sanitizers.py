@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import scripts
 
-ROOT = Path(__file__).parents[3]
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-
-
-def _setup() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("mxk_setup", ROOT / "setup.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow
@@ -32,9 +21,9 @@ def test_random_calls(tmp_path: Path, sanitizer: str) -> None:
     # The tile unit is emulated: no sanitizer sees what tile instructions read and write.
     flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-O1", "-g", "-DMXK_AMX_EMULATED"]
     library = tmp_path / "libmxk_cpu.so"
-    _setup().build(library, tmp_path / "objects", flags)
+    scripts.load("setup.py").build(library, tmp_path / "objects", flags)
     driver = tmp_path / "driver"
-    command = [str(COMPILER), "-std=c++17", *flags, "-I", str(ROOT / "mxk_compile/kernels/cpu")]
+    command = [str(COMPILER), "-std=c++17", *flags, "-I", str(scripts.ROOT / "mxk_compile/kernels/cpu")]
     command += [
         str(Path(__file__).with_name("driver.cpp")),
         str(library),
