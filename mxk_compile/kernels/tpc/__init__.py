@@ -229,8 +229,8 @@ def sequence(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
-    w13_zero: Tensor | None = None,
-    w2_zero: Tensor | None = None,
+    w13_zero: Weights | None = None,
+    w2_zero: Weights | None = None,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
     *,
@@ -239,6 +239,8 @@ def sequence(
     experts_min: int = 0,
 ) -> Tensor:
     """The two kernels on stacked weights, as in ops/moe.py; what passes and lazy mode put into a graph.
+
+    Of zero points, which all experts share (`misfit`), those of the first are taken.
 
     The caller has asked `supports` and keeps T within `token_range`; raises KernelError as `config`.
     """
@@ -264,7 +266,7 @@ def sequence(
         arguments["b13"] = bias(w13_bias, 2 * desc.intermediate_size)
         arguments["b2"] = bias(w2_bias, desc.hidden_size)
     if desc.pack_dim == "output":
-        assert w13_zero is not None  # misfit
+        assert w13_zero is not None
         assert w2_zero is not None
         arguments |= {"z13": w13_zero[0].contiguous(), "z2": w2_zero[0].contiguous()}
     first, second = _kernels(_variant(desc))
@@ -306,17 +308,11 @@ def moe(
             "per_route": desc.per_route,
         }
         return reference(hidden_states, topk_ids, topk_weights, *weights, **{**attributes, **scalars})
-    shared = (
-        range(4, 6) if desc.pack_dim == "output" else range(0)
-    )  # zero points, of which `sequence` takes the first
-    stacked: list[Any] = [
-        weight[0].unsqueeze(0) if index in shared else _stacked(weight)
-        for index, weight in enumerate(weights)
-    ]
-    return sequence(desc, hidden_states, topk_ids, topk_weights, *stacked, **scalars)
+    packed, zeros, biases = map(_stacked, weights[:4]), weights[4:6], map(_stacked, weights[6:])
+    return sequence(desc, hidden_states, topk_ids, topk_weights, *packed, *zeros, *biases, **scalars)
 
 
-def _stacked(weight: Weights | None) -> Tensor | None:
+def _stacked(weight: Weights | None) -> Any:
     if weight is None or isinstance(weight, Tensor):
         return None if weight is None else weight.contiguous()
     return stack_of(weight).contiguous() if len(weight) else None

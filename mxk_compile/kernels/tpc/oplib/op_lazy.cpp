@@ -13,11 +13,9 @@ namespace {
 
 using namespace habana::custom_op;
 
-std::string full_name(const mxk::KernelSpec& kernel) { return std::string("custom_op::") + kernel.name; }
-
 void on_device(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const mxk::KernelSpec& kernel = mxk::kernel_of(op);
-  mxk::run(HabanaCustomOpDescriptor::getCustomOpDescriptor(full_name(kernel)), kernel, stack);
+  mxk::run(HabanaCustomOpDescriptor::getCustomOpDescriptor(mxk::full_name(kernel)), kernel, stack);
 }
 
 TORCH_LIBRARY_FRAGMENT(custom_op, library) { mxk::define_ops(library); }
@@ -31,7 +29,7 @@ const bool registered = [] {
       inputs.push_back({i < kernel.inputs ? input_type::TENSOR : input_type::USER_PARAMS, static_cast<unsigned>(i)});
     const OutputDesc output{0, mxk::scalar_type(kernel.output().type),
                             [&kernel](const at::Stack& stack) { return mxk::output_sizes(kernel, stack); }};
-    NodeDesc node{kernel.name, full_name(kernel), nullptr};
+    NodeDesc node{kernel.name, mxk::full_name(kernel), nullptr};
     if (kernel.scalars)
       node.user_param_func = [&kernel](const at::Stack& stack, size_t& size) {
         return mxk::pack_scalars(kernel, stack, size);

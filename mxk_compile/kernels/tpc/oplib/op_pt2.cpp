@@ -13,11 +13,9 @@ namespace {
 
 using habana::custom_op::UserCustomOpDescriptor;
 
-std::string full_name(const mxk::KernelSpec& kernel) { return std::string("custom_op::") + kernel.name; }
-
 void on_device(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const mxk::KernelSpec& kernel = mxk::kernel_of(op);
-  mxk::run(UserCustomOpDescriptor::getUserCustomOpDescriptor(full_name(kernel)), kernel, stack);
+  mxk::run(UserCustomOpDescriptor::getUserCustomOpDescriptor(mxk::full_name(kernel)), kernel, stack);
 }
 
 void on_meta(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -46,7 +44,7 @@ const bool registered = [] {
     habana::custom_op::FillParamsFn fill;
     if (kernel.scalars)
       fill = [&kernel](const at::Stack& stack, size_t& size) { return mxk::pack_scalars(kernel, stack, size); };
-    habana::custom_op::registerUserCustomOp(full_name(kernel), kernel.name, meta, fill);
+    habana::custom_op::registerUserCustomOp(mxk::full_name(kernel), kernel.name, meta, fill);
   }
   return true;
 }();

@@ -61,6 +61,8 @@ inline at::ScalarType scalar_type(Type type) {
   return types[static_cast<int>(type)];
 }
 
+inline std::string full_name(const KernelSpec& kernel) { return std::string("custom_op::") + kernel.name; }
+
 inline const KernelSpec& kernel_of(const c10::OperatorHandle& op) {
   return *find(kKernels, kKernelCount, op.schema().name().c_str() + std::strlen("custom_op::"));
 }
