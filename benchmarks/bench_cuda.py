@@ -100,6 +100,9 @@ def main() -> None:
     parser.add_argument("--rms", type=float, default=1.0, help="of the activations")
     parser.add_argument("--schedule", help="schedule of every call, as `mxk tune` prints it")
     arguments = parser.parse_args()
+    reason = cuda.unavailable()
+    if reason is not None:
+        parser.error(reason)
     if arguments.schedule:
         schedule.settings = schedule.settings.replace(cuda_schedule=arguments.schedule)
     variant = VARIANTS[arguments.variant]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -60,7 +60,12 @@ def mxk(
         if name not in _OPTIONS:
             raise SettingsError("backend 'mxk' options", repr(name), ", ".join(_OPTIONS), "correct the name")
     inner = options.pop("inner_backend", None) or _default_inner(module, example_inputs)
-    inner_options = dict(options.pop("inner_options", None) or {})
+    inner_options = options.pop("inner_options", None) or {}
+    if not (isinstance(inner, str) or callable(inner)):
+        raise SettingsError("option inner_backend", repr(inner), "a name or a function", "correct or drop it")
+    if not isinstance(inner_options, Mapping):
+        raise SettingsError("option inner_options", repr(inner_options), "a dict", "correct or drop it")
+    inner_options = dict(inner_options)
     chosen = settings.replace(**options)
     if inner == "inductor":
         return _compile_with_inductor(module, example_inputs, chosen, mode, inner_options)

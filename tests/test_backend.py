@@ -237,6 +237,8 @@ def test_options_are_checked(layer: Layer) -> None:
         ({"max_token": 3}, r"'max_token'; allowed: inner_backend, inner_options, max_tokens, dump_dir"),
         ({"max_tokens": -1}, r"-1; allowed: an integer >= 0, or 'any'"),
         ({"inner_backend": "inductr"}, r"'inductr'; allowed: .*inductor"),
+        ({"inner_backend": 3}, r"option inner_backend: 3; allowed: a name or a function"),
+        ({"inner_options": 3}, r"option inner_options: 3; allowed: a dict"),
         ({"inner_backend": "eager", "inner_options": {"x": 1}}, r"{'x': 1}; allowed: none with eager"),
         ({"inner_options": {"no_such_option": 1}}, r"'no_such_option'; allowed: Inductor's config names"),
     ):
