@@ -116,7 +116,9 @@ class Decode:
         """The layer on `stream` of the call's device, which is current."""
         device = self._call.device
         out = hidden_states.new_empty(self._out_shape)
-        base = torch.empty(self._bytes, dtype=torch.uint8, device=hidden_states.device).data_ptr()
+        # Held until the launch: counters that are allocated for it must lie elsewhere.
+        scratch = torch.empty(self._bytes, dtype=torch.uint8, device=hidden_states.device)
+        base = scratch.data_ptr()
         self._kernel.launch(
             *(device, stream, self._blocks, self._argument),
             (hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr()),
