@@ -103,8 +103,8 @@ def _parse(source: str, name: str, value: Any) -> Any:
     parser, allowed = _PARSERS[name]
     try:
         return parser(value)
-    except (ValueError, TypeError) as error:
-        raise SettingsError(source, repr(value), allowed, "correct or unset it") from error
+    except (ValueError, TypeError):
+        raise SettingsError(source, repr(value), allowed, "correct or unset it") from None
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings:
