@@ -464,13 +464,17 @@ def test_warm_calls_are_legal_and_made_once(on_cpu: None) -> None:
     assert stand_ins.called == [name.removeprefix("custom_op::") for name in names]
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])  # the latter from an op that refuses its call
 def test_self_check_reports_and_keeps_broken_ops_out(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: type[Exception],
+    on_cpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(tpc, "_unusable", {})
 
     def fail(*arguments: Any) -> Tensor:
-        raise RuntimeError("kernel\nis not there")
+        raise kind("kernel\nis not there")
 
     monkeypatch.setattr(torch.ops.custom_op, "mxk_w13xi", fail)
     monkeypatch.delattr(torch.ops.custom_op, "mxk_deq", raising=False)
