@@ -434,7 +434,7 @@ def test_registered_stacks_are_found_in_each_call(on_cpu: None, caplog: pytest.L
         assert rel_l2(run(layer, *case.routing), reference_of(of, case)) < 2e-3
     assert found.num_fused == len(found.nodes)
     assert targets(graphs[0]).count("mxk.stack.default") == 6
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("mxk_compile")]
     # The same graph with slices of no registered stack: right all the same, and said once.
     stack._say_once.cache_clear()
     changed = tuple(tuple(view.clone() for view in views) for views in layers[1].views)
