@@ -30,8 +30,8 @@ def small_model() -> Any:
     config = script.tiny_config(64)
     config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]  # one sliding, one full
     config.num_local_experts = 6
-    config._attn_implementation = "eager"
-    model = script.GptOssForCausalLM(config).eval()
+    config._attn_implementation = config._experts_implementation = "eager"  # in loops of plain products
+    model = script.GptOssForCausalLM(config).double().eval()  # so that rounding hides nothing
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:
