@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from mxk_compile import kernels
 from mxk_compile.kernels import cuda
+from mxk_compile.kernels.cuda.schedule import Schedule
+
+Force = Callable[[str], None]
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +28,14 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     del blocks
     yield
     torch.cuda.synchronize()
+
+
+@pytest.fixture
+def force(monkeypatch: pytest.MonkeyPatch) -> Force:
+    """Makes every call run by the schedule that prints as the text it is given."""
+
+    def apply(text: str) -> None:
+        monkeypatch.setattr(cuda, "choose", lambda problem: Schedule.parse(text))
+        monkeypatch.setattr(kernels, "_prepared_cuda", {})
+
+    return apply

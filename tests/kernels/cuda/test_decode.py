@@ -7,9 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mxk_compile.kernels import cuda
 from mxk_compile.kernels.cuda import build
-from mxk_compile.kernels.cuda.schedule import Schedule
 from mxk_compile.testing import MoECase, random_case, rel_l2
 
 MOST_ERROR = 2e-3  # against the reference with the same rounding of the intermediate; one rounding is 1.7e-3
@@ -21,18 +19,7 @@ SPLITS = (
     "warps=8,groups=1,stages=4,column_tiles=2",
 )
 Force = Callable[[str], None]
-
-
-@pytest.fixture
-def force(monkeypatch: pytest.MonkeyPatch) -> Force:
-    """Makes every call run by one schedule of the decode kernel."""
-
-    def apply(macros: str) -> None:
-        schedule = Schedule.parse(f"decode:{macros},max_routes=256")
-        monkeypatch.setattr(cuda, "choose", lambda problem: schedule)
-        monkeypatch.setattr(cuda, "_prepared", {})
-
-    return apply
+SPLIT_SCHEDULES = [f"decode:{split},max_routes=256" for split in SPLITS]
 
 
 def layer(num_tokens: int, seed: int = 0, **changes: object) -> MoECase:
@@ -50,28 +37,28 @@ def layer(num_tokens: int, seed: int = 0, **changes: object) -> MoECase:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("macros", SPLITS)
+@pytest.mark.parametrize("schedule", SPLIT_SCHEDULES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 8, 16, 32, 64])
-def test_every_split_meets_the_reference(macros: str, num_tokens: int, force: Force) -> None:
-    force(macros)
+def test_every_split_meets_the_reference(schedule: str, num_tokens: int, force: Force) -> None:
+    force(schedule)
     for rms in (1.0, 4.0):
         case = layer(num_tokens, seed=num_tokens, rms=rms)
         assert rel_l2(case.fused(), case.reference(round_intermediate=True)) <= MOST_ERROR
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("macros", SPLITS)
-def test_scales_above_128_take_two_multiplies(macros: str, force: Force) -> None:
-    force(macros)
+@pytest.mark.parametrize("schedule", SPLIT_SCHEDULES)
+def test_scales_above_128_take_two_multiplies(schedule: str, force: Force) -> None:
+    force(schedule)
     case = layer(9, activation="silu", limit=None)
     case.w13_scale[3], case.w2_scale[5, 7] = 129, 140
     assert rel_l2(case.fused(), case.reference(round_intermediate=True)) <= MOST_ERROR
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("macros", SPLITS)
-def test_fifty_runs_give_the_same_bits(macros: str, force: Force) -> None:
-    force(macros)
+@pytest.mark.parametrize("schedule", SPLIT_SCHEDULES)
+def test_fifty_runs_give_the_same_bits(schedule: str, force: Force) -> None:
+    force(schedule)
     case = layer(24, hidden_size=2880, intermediate_size=720)
     first = case.fused()
     assert all(torch.equal(case.fused(), first) for _ in range(50))

@@ -12,9 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxk_compile import kernels
-from mxk_compile.kernels import cuda
-from mxk_compile.kernels.cuda.schedule import Schedule
 from mxk_compile.testing import MoECase, random_case, rel_l2, variant_case
 from mxk_compile.variants import VARIANTS
 
@@ -25,17 +22,6 @@ MXFP4 = [variant for variant in VARIANTS.values() if variant.weight_format == "m
 TOKENS = (1, 2, 3, 4, 8, 16, 32, 64, 256, 1024)
 SCHEDULES = ("decode:max_routes=256", "prefill:128", "prefill:16/32/64", "prefill:80/96/112/128")
 Force = Callable[[str], None]
-
-
-@pytest.fixture
-def force(monkeypatch: pytest.MonkeyPatch) -> Force:
-    """Makes every call run by one schedule."""
-
-    def apply(text: str) -> None:
-        monkeypatch.setattr(cuda, "choose", lambda problem: Schedule.parse(text))
-        monkeypatch.setattr(kernels, "_prepared_cuda", {})
-
-    return apply
 
 
 def check(case: MoECase) -> Tensor:
