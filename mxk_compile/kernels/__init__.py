@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from mxk_compile.kernels import cpu, cuda, tpc
+from mxk_compile.kernels import cpu, cuda, project, tpc
 from mxk_compile.kernels.cuda.operands import ALIGNMENT
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
 from mxk_compile.kernels.select import select, supports
 from mxk_compile.ops import library
 from mxk_compile.ops.moe import enter_directly, reference
 
-__all__ = ["KernelConfig", "MoEDesc", "select", "supports"]
+__all__ = ["KernelConfig", "MoEDesc", "project", "select", "supports"]
 
 _logger = logging.getLogger("mxk_compile.kernels")
 

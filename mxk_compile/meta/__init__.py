@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mxk_compile.meta import dequant, moe, stack, stock
+from mxk_compile.meta import dequant, moe, project, stack, stock
 
-__all__ = ["dequant", "moe", "stack", "stock"]
+__all__ = ["dequant", "moe", "project", "stack", "stock"]

@@ -116,6 +116,26 @@ def check_moe(
     return MoESizes(num_experts, hidden_size, intermediate_size, top_k, (groups[0], groups[1]), any(biases))
 
 
+def check_weight(
+    weight: Tensor, scale: Tensor, zero: Tensor | None, weight_format: str, pack_dim: str
+) -> tuple[int, int, int]:
+    """Checks one stacked weight with its scale and zero points; returns E, N, K. Raises CallError as check_moe does."""
+    _one_of("weight_format", weight_format, WEIGHT_FORMATS)
+    _one_of("pack_dim", pack_dim, PACK_DIMS)
+    if pack_dim == "output" and weight_format == "mxfp4":
+        _refuse("pack_dim", "'output' with mxfp4", "'input' for mxfp4")
+    if weight.dim() != 3 or not len(weight):
+        _refuse("weight", _text(weight), "experts stacked in the first of three dimensions")
+    factor = _VALUES_PER_ELEMENT.get(weight.dtype, 0)
+    columns = int(weight.shape[1]) if pack_dim == "output" else int(weight.shape[2]) * factor
+    form = weight_format, pack_dim, weight.device
+    rows = _packed("weight", weight, columns, *form)
+    shape, _ = _scales("weight", len(weight), scale, rows, columns, *form)
+    if zero is not None:
+        _zeros("weight", len(weight), zero, shape, *form)
+    return len(weight), rows, columns
+
+
 def _refuse(argument: str, given: str, allowed: str) -> NoReturn:
     raise CallError("mxk::moe", f"{argument} is {given}", allowed, "correct the call, or keep the stock op")
 

@@ -34,9 +34,24 @@ library.define(_moe_schema("moe.lists", "Tensor[]", "Tensor[]", ""))
 library.define("stack(Tensor(a)[] experts) -> Tensor(a)")
 # bf16 values of packed MXFP4, for users of the stock bf16 op (ops/dequant.py).
 library.define("mxfp4_dequant(Tensor weight, Tensor scale) -> Tensor")
+# One projection under four descriptions of the routing (ops/project.py).
+for _overload, _routing, _attributes in (
+    ("routes", "Tensor topk_ids", "int top_k, int experts_min=0"),
+    (
+        "sorted",
+        "Tensor sorted_token_ids, Tensor expert_ids, Tensor num_tokens_post_padded",
+        "int top_k, int block_size",
+    ),
+    ("contiguous", "Tensor m_indices", ""),
+    ("masked", "Tensor masked_m", "int expected_m"),
+):
+    library.define(
+        f"project.{_overload}(Tensor(a!) out, Tensor x, {_routing}, Tensor weight, Tensor scale, Tensor? zero=None, "
+        f'*, str weight_format, str pack_dim="input"{", " * bool(_attributes)}{_attributes}) -> ()'
+    )
 # The gradient of an op that has none: raises when it runs, so that a joint graph can still be traced.
 library.define("no_backward(Tensor grad, Tensor like, str op) -> Tensor")
 
-from mxk_compile.ops import moe, stack, stock  # noqa: E402  they implement the schemas above
+from mxk_compile.ops import moe, project, stack, stock  # noqa: E402  they implement the schemas above
 
-__all__ = ["library", "moe", "stack", "stock"]
+__all__ = ["library", "moe", "project", "stack", "stock"]
