@@ -37,8 +37,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(_EXIT_ERROR, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command line; returns the exit code."""
+def main(arguments: Sequence[str] | None = None, *, refused: Sequence[str] = ()) -> int:
+    """Runs one command line; returns the exit code. `refused`: wrong settings that `mxk doctor` is to report."""
     if sys.stdout is None:
         return _fail("stdout is closed; open it, or send it to a file")
     try:
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             options = _parser().parse_args(arguments)
+            options.refused = refused
             code = options.run(options)
         finally:
             sys.stdout.flush()
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int = _EXIT_ERROR) -> int:
-    print(f"mxk: error: {message}", file=sys.stderr)
+    print(f"mxk: error: {message.removeprefix('mxk ')}", file=sys.stderr)
     return code
 
 

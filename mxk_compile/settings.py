@@ -126,5 +126,10 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
     return Settings(**values)
 
 
+def process_environment() -> dict[str, str]:
+    """A copy of all variables of this process, for checks of what other packages read (`mxk doctor`)."""
+    return dict(os.environ)
+
+
 settings = from_environment(os.environ)
-"""The settings of this process."""
+"""The settings of this process. A wrong variable stops the import, and `mxk` with its one line (mxk_command.py)."""

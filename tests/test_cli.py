@@ -364,5 +364,5 @@ def test_tune_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     assert cli.main(["tune", "--variant", "glm", "--experts", "32", "--tokens", "1,2"]) == 2
-    text = "mxk: error: mxk tune: there is no CUDA device; allowed: a Hopper GPU and cuda-bindings; "
+    text = "mxk: error: tune: there is no CUDA device; allowed: a Hopper GPU and cuda-bindings; "
     assert capsys.readouterr().err == text + "run it where the model runs\n"

@@ -14,6 +14,8 @@ import pytest
 from mxk_compile.errors import SettingsError
 from mxk_compile.settings import CPU_ISAS, Settings, from_environment
 
+ROOT = pathlib.Path(__file__).parent.parent
+
 GOOD = [
     ("MXK_MAX_TOKENS", "max_tokens", "0", 0),
     ("MXK_MAX_TOKENS", "max_tokens", " 64 ", 64),
@@ -117,3 +119,20 @@ def test_wrong_environment_stops_the_import_with_the_reason() -> None:
     assert result.stderr.splitlines()[-1].endswith(
         "SettingsError: MXK_MAX_TOKENS: 'many'; allowed: an integer >= 0, or 'any'; correct or unset it"
     )
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        ("MXK_MAX_TOKENS", "MXK_MAX_TOKENS: 'many'; allowed: an integer >= 0, or 'any'; correct or unset it"),
+        ("MXK_NO_SUCH", "MXK_NO_SUCH: 'many'; allowed: "),
+    ],
+)
+def test_a_wrong_variable_is_one_line_of_the_command(variable: str, said: str) -> None:
+    command = [sys.executable, str(ROOT / "mxk_command.py"), "explain", "nowhere"]
+    run = subprocess.run(
+        command, env={**os.environ, variable: "many"}, capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith(f"mxk: error: {said}")
+    assert run.stderr.count("\n") == 1

@@ -160,7 +160,7 @@ def test_missing_parts_are_named_on_one_line_and_nothing_is_written(
         finally:
             shutil.move(hidden, part)
         assert code == 2
-        assert error.startswith(f"mxk: error: mxk build-tpc: not found: {text}")
+        assert error.startswith(f"mxk: error: build-tpc: not found: {text}")
         assert error.count("\n") == 1
         assert error.endswith("; run it in the serving image\n")
         assert list(tmp_path.iterdir()) == []
@@ -198,7 +198,7 @@ def test_a_failing_step_keeps_the_earlier_build(mxk: Mxk, tmp_path: pathlib.Path
     target = tmp_path / "lib"
     shutil.copytree(gptoss.folder, target)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
-    code, _, error = mxk("build-tpc", "--define", "DROP_METADATA", str(target))
+    code, _, error = mxk("build-tpc", "--define", "MXK_FID_INT4_PAIR=404", str(target))
     assert (code, error.count("\n")) == (2, 1)
     assert "mxk_w13xib.o: no .tpc_metadata; allowed: .text and .tpc_metadata;" in error
     extra = tmp_path / "extra"

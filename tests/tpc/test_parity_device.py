@@ -105,7 +105,7 @@ def test_another_variant_and_no_bridge(
     assert main(["parity", "--device", "hpu", "--lib", str(tmp_path), "--variant", "kimi"]) == 2
     assert "variant kimi with a build of glm; allowed: variants that the build" in capsys.readouterr().err
     assert main(["parity", "--device", "hpu", "--lib", str(tmp_path)]) == 2
-    assert "mxk parity: No module named 'habana_frameworks'" in capsys.readouterr().err
+    assert "parity: No module named 'habana_frameworks'" in capsys.readouterr().err
 
 
 def test_the_benchmark_times_a_captured_chain(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from mxk_compile.errors import KernelError
@@ -11,6 +12,9 @@ from mxk_compile.kernels.tpc.libraries import MANIFEST
 from mxk_compile.kernels.tpc.signatures import variant_kernels
 
 COMMAND = "mxk build-tpc"
+_SOURCES = Path(__file__).with_name("kernels")
+_ASKED = re.compile(r"^#\s*(?:if|elif|ifdef|ifndef)\b.*$", re.MULTILINE)
+_DEFINED = re.compile(r"^#\s*define\s+(\w+)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,10 @@ class Request:
                 raise KernelError(
                     COMMAND, f"--define {define!r}", "NAME or NAME=VALUE", "correct or leave it out"
                 )
+            allowed = known_defines(self.extra)
+            if define.partition("=")[0] not in allowed:
+                given = f"--define {define!r}, which no source asks for"
+                raise KernelError(COMMAND, given, ", ".join(allowed), "correct or leave it out")
 
     def check_target(self) -> None:
         """Raises KernelError if the target is none that a build can be put to."""
@@ -82,6 +90,20 @@ class Request:
                 "a new folder, an empty one, or an earlier build",
                 "choose another",
             )
+
+
+def known_defines(extra: Sequence[Path] = ()) -> list[str]:
+    """Macros that a build may set: those the sources ask for, less what the kernels define to be themselves."""
+    texts = [path.read_text() for path in sorted(_SOURCES.glob("*.[ch]"))]
+    fixed = {name for path in _SOURCES.glob("*.c") for name in _DEFINED.findall(path.read_text())}
+    fixed |= {name for text in texts for name in re.findall(r"\bMXK_\w+_H\b", text)} | {
+        "MXK_REGION"
+    }  # emulator
+    texts += [path.read_text(errors="replace") for folder in extra for path in sorted(folder.glob("*.c"))]
+    asked = {
+        name for text in texts for line in _ASKED.findall(text) for name in re.findall(r"\b[A-Z_]\w+", line)
+    }
+    return sorted(asked - fixed)
 
 
 def extra_guid(folder: Path) -> str:
