@@ -28,12 +28,16 @@ def _cpuinfo() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def processor() -> str:
+    """The processor's name, where the system tells, and what torch uses of its instruction set."""
+    names = [line for line in _cpuinfo() if line.startswith("model name")]
+    name = names[0].partition(":")[2].strip() if names else platform.machine()
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
 def machine() -> str:
     """The machine that a figure was measured on: processor, threads in use, versions."""
-    names = [line for line in _cpuinfo() if line.startswith("model name")]
-    processor = names[0].partition(":")[2].strip() if names else platform.machine()
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{processor} ({capability}), {torch.get_num_threads()} thread(s), torch {torch.__version__}"
+    return f"{processor()}, {torch.get_num_threads()} thread(s), torch {torch.__version__}"
 
 
 @dataclasses.dataclass

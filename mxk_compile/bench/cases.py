@@ -1,0 +1,176 @@
+"""The tensors of a `Point`: copies of a layer, one routing, and the calls that walk over all of their experts.
+
+The routing is drawn on the CPU, so that a point has one on every device. Calls after the first use other experts: the
+local ids are shifted in a circle and the copies of the layer take turns, which keeps routes, hits and rows an expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mxk_compile.bench.points import Point
+from mxk_compile.testing import MoECase
+from mxk_compile.variants import VARIANTS, MoEVariant
+
+_SCALE_BYTES = (118, 124)  # 2^-9 .. 2^-4: weights of the size that trained layers have
+_DRAWS = 400  # tries for a routing with the wanted number of local routes
+_ROUTER_INPUTS = 256
+_CACHES = 4  # a rotation touches this many times the last cache, where the layer's copies have as much
+_MOST_CALLS = 64
+_MOST_COPIES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """Calls of one point, to be made in turn.
+
+    Attributes:
+        layers: copies of the layer, with other weights each and the point's routing.
+        calls: (index into layers, topk_ids) of each call; the first has the routing as drawn.
+        experts_touched, local_routes: of one call.
+        expert_bytes: packed bytes of one expert: codes, scales, zero points.
+    """
+
+    layers: list[MoECase]
+    calls: list[tuple[int, Tensor]]
+    experts_touched: int
+    local_routes: int
+    expert_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Packed bytes that all calls together touch, at most all there are."""
+        touched = self.experts_touched * self.expert_bytes * len(self.calls)
+        return min(touched, len(self.layers) * len(self.layers[0].w2) * self.expert_bytes)
+
+
+def make_layer(variant: MoEVariant, num_experts: int, seed: int, device: str) -> MoECase:
+    """Random weights of a model row on `device`, the same for one seed and device, with an empty routing."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def weight(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        shape = (num_experts, rows)
+        groups = (*shape, columns // variant.group_size)
+        if variant.weight_format == "mxfp4":
+            low, high = _SCALE_BYTES
+            scale = torch.randint(low, high, groups, dtype=torch.uint8, device=device, generator=generator)
+        else:
+            scale = (torch.rand(groups, device=device, generator=generator) * 0.01 + 0.002).bfloat16()
+        size = (*shape, columns // 2)
+        packed = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
+        return (packed if variant.weight_format == "mxfp4" else packed.view(torch.int32)), scale
+
+    def bias(columns: int) -> Tensor | None:
+        if not variant.bias:
+            return None
+        return torch.randn(num_experts, columns, device=device, generator=generator).bfloat16()
+
+    w13, w13_scale = weight(2 * variant.intermediate_size, variant.hidden_size)
+    w2, w2_scale = weight(variant.hidden_size, variant.intermediate_size)
+    return MoECase(
+        hidden_states=torch.empty(0, variant.hidden_size, dtype=torch.bfloat16, device=device),
+        topk_ids=torch.empty(0, variant.top_k, dtype=torch.int64, device=device),
+        topk_weights=torch.empty(0, variant.top_k, dtype=torch.bfloat16, device=device),
+        w13=w13,
+        w13_scale=w13_scale,
+        w2=w2,
+        w2_scale=w2_scale,
+        w13_zero=None,
+        w2_zero=None,
+        w13_bias=bias(2 * variant.intermediate_size),
+        w2_bias=bias(variant.hidden_size),
+        attributes={
+            "weight_format": variant.weight_format,
+            "row_order": variant.row_order,
+            "activation": variant.activation,
+            "alpha": variant.alpha,
+            "limit": variant.limit,
+            "pack_dim": "input",
+            "experts_min": 0,
+            "per_route": variant.per_route,
+        },
+    )
+
+
+def draw(point: Point) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden_states [T, K] bf16, topk_ids [T, k] of all experts (local ones come first), topk_weights [T, k] bf16.
+
+    Of several draws, the first whose number of local routes is the wanted one, or else the nearest.
+    """
+    variant = VARIANTS[point.variant]
+    top_k = min(variant.top_k, point.num_experts)
+    generator = torch.Generator().manual_seed(point.seed)
+    hidden_states = torch.randn(point.num_tokens, variant.hidden_size, generator=generator).bfloat16()
+    wanted = point.local_routes
+    if wanted is None:
+        share = 1.0 if point.routing == "hot" else point.num_experts / point.all_experts
+        wanted = max(1, round(point.num_tokens * top_k * share))
+    best: tuple[int, Tensor, Tensor] | None = None
+    for _ in range(1 if point.routing == "hot" else _DRAWS):
+        scores, ids = _logits(point, hidden_states, generator).topk(top_k, dim=1)
+        missed = abs(int((ids < point.num_experts).sum()) - wanted)
+        if best is None or missed < best[0]:
+            best = (missed, ids, torch.softmax(scores, dim=1).bfloat16())
+        if not missed:
+            break
+    assert best is not None
+    return hidden_states, best[1], best[2]
+
+
+def _logits(point: Point, hidden_states: Tensor, generator: torch.Generator) -> Tensor:
+    num_experts = point.num_experts if point.routing == "hot" else point.all_experts
+    if point.routing != "router":
+        return torch.randn(point.num_tokens, num_experts, generator=generator)
+    weight = torch.randn(num_experts, _ROUTER_INPUTS, generator=generator) / math.sqrt(_ROUTER_INPUTS)
+    bias = torch.randn(num_experts, generator=generator)
+    return functional.linear(hidden_states[:, :_ROUTER_INPUTS].float(), weight, bias)
+
+
+def expert_bytes(layer: MoECase) -> int:
+    """Packed codes and scales of one expert."""
+    tensors = (layer.w13, layer.w13_scale, layer.w2, layer.w2_scale, layer.w13_zero, layer.w2_zero)
+    return sum(tensor[0].numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+
+
+def num_copies(variant: MoEVariant, num_experts: int, cache_bytes: int) -> int:
+    """Layers that hold more than the caches do; at least two, at most what memory allows for."""
+    values = 3 * variant.hidden_size * variant.intermediate_size
+    return min(_MOST_COPIES, max(2, math.ceil(_CACHES * cache_bytes / (num_experts * values // 2))))
+
+
+def rotation(point: Point, layers: list[MoECase], cache_bytes: int, chain: int) -> Rotation:
+    """The calls of a point over copies of its layer; their number is a multiple of `chain`."""
+    device = layers[0].w2.device
+    hidden_states, ids, weights = draw(point)
+    local = ids < point.num_experts
+    touched = len(ids[local].unique())
+    size = expert_bytes(layers[0])
+    wanted = math.ceil(_CACHES * cache_bytes / max(touched * size, 1))
+    count = chain * math.ceil(max(chain, min(wanted, _MOST_CALLS)) / chain)
+    step = max(1, point.num_experts * len(layers) // count)
+    calls = []
+    for index in range(count):
+        shift = index // len(layers) * step
+        shifted = torch.where(local, (ids + shift) % point.num_experts, ids)
+        calls.append((index % len(layers), shifted.to(device)))
+    routed = {"hidden_states": hidden_states.to(device), "topk_weights": weights.to(device)}
+    filled = [dataclasses.replace(layer, topk_ids=calls[0][1], **routed) for layer in layers]
+    return Rotation(filled, calls, touched, int(local.sum()), size)
+
+
+def cache_bytes(device: str) -> int:
+    """Bytes of the last cache of the device; 32 MiB where the system does not tell."""
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties("cuda").L2_cache_size)
+    sizes = [32 << 20]
+    for path in pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        if text.endswith("K") and text[:-1].isdecimal():
+            sizes.append(int(text[:-1]) << 10)
+    return max(sizes)

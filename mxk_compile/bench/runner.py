@@ -1,0 +1,171 @@
+"""Points in, rows out: one implementation, in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mxk_compile import kernels
+from mxk_compile.bench import cases, implementations, timing
+from mxk_compile.bench.points import Point
+from mxk_compile.bench.rows import Row
+from mxk_compile.bench.timing import Method
+from mxk_compile.errors import KernelError
+from mxk_compile.parity.cases import error_of
+from mxk_compile.testing import MoECase, processor
+from mxk_compile.variants import VARIANTS
+from mxk_compile.version import __version__
+
+DEVICES = ("cpu", "cuda", "tpc-modelled")
+_CHECKED_TOKENS = 8
+
+Say = Callable[[str], None]
+
+
+def check_device(device: str) -> None:
+    """Raises KernelError, which says how the rows of that device can be had, where this machine lacks it."""
+    reason = kernels.cuda.unavailable() if device == "cuda" else None
+    if reason is not None:
+        allowed = "a Hopper GPU and cuda-bindings (pip install 'mxk-compile[cuda]')"
+        advice = (
+            "run this command there; here --device cpu measures and --device tpc-modelled models;"
+            " rows of an H200 are in benchmarks/baseline/h200.json"
+        )
+        raise KernelError("mxk bench --device cuda", reason, allowed, advice)
+
+
+def run(points: list[Point], device: str, impl: str, method: Method, say: Say) -> Iterator[Row]:
+    """Rows of the points that `impl` can run on `device`; for the others `say` hears why.
+
+    Raises KernelError where the device is not there, or none of the points could be run.
+    """
+    check_device(device)
+    refused: KernelError | None = None
+    done = 0
+    layers: list[MoECase] = []
+    held = None
+    bar = tqdm(points, desc=f"{impl} on {device}", unit="row", disable=None, leave=False)
+    with torch.inference_mode():
+        cache_bytes = cases.cache_bytes(device)
+        bandwidth = timing.read_bandwidth([torch.empty(0, device="cuda")]) if device == "cuda" else None
+        for point in bar:
+            bar.set_postfix_str(str(point), refresh=True)
+            if held != (point.variant, point.num_experts, point.seed):
+                held = (point.variant, point.num_experts, point.seed)
+                layers.clear()
+                layers.extend(_layers(point, device, cache_bytes))
+            try:
+                yield _measure(point, layers, impl, method, cache_bytes, bandwidth)
+                done += 1
+            except KernelError as error:
+                refused = error
+                say(f"left out: {point}: {error}")
+    if refused is not None and not done:
+        raise refused
+
+
+def _layers(point: Point, device: str, cache_bytes: int) -> Iterable[MoECase]:
+    variant = VARIANTS[point.variant]
+    for copy in range(cases.num_copies(variant, point.num_experts, cache_bytes)):
+        yield cases.make_layer(variant, point.num_experts, point.seed + copy, device)
+
+
+def _measure(
+    point: Point,
+    layers: list[MoECase],
+    impl: str,
+    method: Method,
+    cache_bytes: int,
+    bandwidth: float | None,
+) -> Row:
+    rotation = cases.rotation(point, layers, cache_bytes, method.chain)
+    implementation = implementations.make(impl, rotation.layers)
+    first = rotation.layers[0]
+    errors = _errors(first, implementation.layers[0](*first.routing))
+    x, _, weights = first.routing
+    calls: timing.Calls = [
+        partial(implementation.layers[layer], x, ids, weights) for layer, ids in rotation.calls
+    ]
+    packed = [layer.w13 for layer in layers]
+    if bandwidth is None:
+        bandwidth = timing.read_bandwidth(packed)
+        times = timing.time_cpu(calls, method)
+        bandwidth = max(bandwidth, timing.read_bandwidth(packed))
+    else:
+        times = timing.time_cuda(calls, method, implementation.capturable)
+    touched_bytes = rotation.experts_touched * rotation.expert_bytes
+    us = times.median_us
+    is_cpu = first.w2.device.type == "cpu"
+    versions = base_versions()
+    if implementation.version is not None:
+        versions[impl] = implementation.version
+    if not is_cpu:
+        versions["cuda"] = str(torch.version.cuda)
+    return Row(
+        **describe(point),
+        local_routes=rotation.local_routes,
+        experts_touched=rotation.experts_touched,
+        impl=impl,
+        kernel=implementation.kernel,
+        device=processor() if is_cpu else torch.cuda.get_device_name(),
+        threads=torch.get_num_threads() if is_cpu else 0,
+        evidence="measured",
+        us=round(us, 2),
+        us_p10=round(times.percentile_us(10), 2),
+        us_p90=round(times.percentile_us(90), 2),
+        floor_us=round(touched_bytes / bandwidth * 1e6, 2),
+        packed_gb_s=round(touched_bytes / us / 1e3, 2),
+        read_gb_s=round(bandwidth / 1e9, 2),
+        rotated_bytes=rotation.num_bytes,
+        rel_l2=errors[0],
+        rel_l2_bf16=errors[1],
+        method=f"{times.method}, {len(rotation.calls)} calls with other experts over {len(layers)} layers",
+        versions=versions,
+    )
+
+
+def describe(point: Point) -> dict[str, Any]:
+    """The fields of a row that a point and its model row give."""
+    variant = VARIANTS[point.variant]
+    return {
+        "variant": point.variant,
+        "weight_format": variant.weight_format,
+        "hidden_size": variant.hidden_size,
+        "intermediate_size": variant.intermediate_size,
+        "num_experts": point.num_experts,
+        "all_experts": point.all_experts,
+        "top_k": min(variant.top_k, point.num_experts),
+        "num_tokens": point.num_tokens,
+        "routing": point.routing,
+        "seed": point.seed,
+    }
+
+
+def base_versions() -> dict[str, str]:
+    """Versions that every row names."""
+    return {"mxk": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _errors(case: MoECase, result: Tensor) -> list[float]:
+    """Against fp32, and fp32 with a bf16 intermediate, on the first tokens that have a local route."""
+    local = (case.topk_ids < len(case.w2)).any(dim=1)
+    chosen = torch.where(local)[0][:_CHECKED_TOKENS]
+    if not len(chosen):
+        chosen = torch.arange(1, device=local.device)
+    few = dataclasses.replace(
+        case,
+        hidden_states=case.hidden_states[chosen],
+        topk_ids=case.topk_ids[chosen],
+        topk_weights=case.topk_weights[chosen],
+    )
+    return [
+        float(f"{error_of(result[chosen], few.reference(round_intermediate=rounded)):.4g}")
+        for rounded in (False, True)
+    ]
