@@ -1,0 +1,87 @@
+"""A stacked INT4 weight with its values written out, and calls of `mxk::project` computed row by row in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mxk_compile.projections import PreparedWeight, prepare
+
+UNWRITTEN = -77.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A prepared weight and its values, float64 [E, N, K]."""
+
+    weight: PreparedWeight
+    values: Tensor
+
+    def expected(self, x: Tensor, experts: Sequence[int], top_k: int = 1) -> Tensor:
+        """float64 [rows, N]: each row's own product; UNWRITTEN where the expert is none."""
+        rows = []
+        for row, expert in enumerate(experts):
+            if 0 <= expert < len(self.values):
+                rows.append(self.values[expert] @ x[row // top_k].double().cpu())
+            else:
+                rows.append(torch.full((self.values.shape[1],), UNWRITTEN, dtype=torch.float64))
+        return torch.stack(rows) if rows else torch.empty(0, self.values.shape[1], dtype=torch.float64)
+
+
+def make_stack(
+    num_experts: int = 4,
+    outputs: int = 64,
+    inputs: int = 128,
+    group: int | None = 32,
+    *,
+    zero: bool = False,
+    scale_dtype: torch.dtype = torch.bfloat16,
+    pack_dim: str = "input",
+    mode: str | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Stack:
+    """Random codes; group None is one group a row."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (num_experts, outputs, inputs)
+    groups = (num_experts, outputs, inputs // (group or inputs))
+    codes = torch.randint(0, 16, shape, generator=generator)
+    scale = (torch.rand(groups, generator=generator) * 0.04 + 0.005).to(scale_dtype)
+    zeros = torch.randint(0, 16, groups, generator=generator) if zero else torch.full(groups, 8)
+    per_value = (t.double().repeat_interleave(inputs // groups[2], dim=2) for t in (zeros, scale))
+    of_zero, of_scale = per_value
+    given = [scale, zeros.to(torch.uint8) if zero else None]
+    if pack_dim == "output":
+        given = [None if t is None else t.transpose(1, 2).contiguous() for t in given]
+    tensors = [None if t is None else t.to(device) for t in (codes, *given)]
+    assert tensors[0] is not None
+    assert tensors[1] is not None
+    weight = prepare(tensors[0], tensors[1], tensors[2], packed=False, pack_dim=pack_dim, mode=mode)
+    return Stack(weight, (codes - of_zero) * of_scale)
+
+
+def activations(*shape: int, seed: int = 1, device: str = "cpu") -> Tensor:
+    """Normal bf16 values."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).bfloat16().to(device)
+
+
+def unwritten(rows: int, columns: int, device: str = "cpu") -> Tensor:
+    """An output that shows which rows were left alone."""
+    return torch.full((rows, columns), UNWRITTEN, dtype=torch.bfloat16, device=device)
+
+
+def check(result: Tensor, expected: Tensor) -> None:
+    """Computed values are `expected` within one bf16 rounding and fp32 sums; other rows are as they were."""
+    result = result.double().cpu()
+    assert result.shape == expected.shape
+    idle = (expected == UNWRITTEN).all(dim=1)
+    assert torch.equal(result[idle], expected[idle])
+    expected = expected[~idle]
+    error = (result[~idle] - expected).abs()
+    # Half a unit of bf16's last place; sums of products this size differ by far less than 1e-4 of a row's norm.
+    allowed = 2.0**-8 * expected.abs() + 1e-4 * expected.norm(dim=1, keepdim=True)
+    assert bool((error <= allowed).all())
