@@ -24,9 +24,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxk_compile.checkpoint import Checkpoint, PackedExperts
+from mxk_compile.checkpoint import Checkpoint
 from mxk_compile.errors import CallError, CheckpointError, MxkError
+from mxk_compile.integrations.stock_experts import StockExperts, stock_experts
 from mxk_compile.ops.formats.int4 import FLOAT_DTYPES
+
+__all__ = [
+    "Session",
+    "StockExperts",
+    "greedy",
+    "load",
+    "load_tokenizer",
+    "read_config",
+    "stock_experts",
+    "stop_tokens",
+]
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -46,80 +58,6 @@ _ALPHA = 1.702
 _LIMIT = 7.0
 # Cache lengths are rounded up to this: requests of similar length then share one compiled graph.
 _CACHE_STEP = 256
-
-
-class StockExperts(nn.Module):
-    """The routed experts of one layer, kept packed, run by `hpu::mixture_of_experts.bias_mxfp4_fused_weights`.
-
-    Buffers, named as in vLLM (E experts, hidden size K, intermediate I; interleaved gate and up rows):
-        w13_weight uint8 [E, 2I, K/2], w13_weight_scale uint8 [E, 2I, K/32], w13_bias bf16 [E, 2I],
-        w2_weight uint8 [E, K, I/2], w2_weight_scale uint8 [E, K, I/32], w2_bias bf16 [E, K]
-
-    Args:
-        packed: the tensors of the layer.
-        alpha, limit: constants of SwiGLU-OAI; limit may be inf.
-        device: where the buffers go.
-
-    Raises CallError for experts without biases.
-    """
-
-    w13_weight: Tensor
-    w13_weight_scale: Tensor
-    w13_bias: Tensor
-    w2_weight: Tensor
-    w2_weight_scale: Tensor
-    w2_bias: Tensor
-
-    def __init__(self, packed: PackedExperts, alpha: float, limit: float, device: torch.device) -> None:
-        super().__init__()
-        if packed.w13_bias is None or packed.w2_bias is None:
-            raise CallError("StockExperts", "experts without biases", "both biases", "read a gpt-oss layer")
-        self.alpha, self.limit, self.num_experts = alpha, limit, len(packed.w2)
-        self.register_buffer("w13_weight", packed.w13.to(device))
-        self.register_buffer("w13_weight_scale", packed.w13_scale.to(device))
-        self.register_buffer("w13_bias", packed.w13_bias.to(device, torch.bfloat16))
-        self.register_buffer("w2_weight", packed.w2.to(device))
-        self.register_buffer("w2_weight_scale", packed.w2_scale.to(device))
-        self.register_buffer("w2_bias", packed.w2_bias.to(device, torch.bfloat16))
-
-    def forward(self, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
-        """hidden_states [T, K] float, router_indices [T, k] integer, routing_weights [T, k] float -> [T, K]."""
-        # The op takes one tensor per expert: views of the stacked buffers, as vllm-gaudi passes them.
-        result: Tensor = torch.ops.hpu.mixture_of_experts.bias_mxfp4_fused_weights(
-            hidden_states.to(torch.bfloat16),
-            router_indices,
-            routing_weights.to(torch.bfloat16),
-            self.w13_weight.unbind(0),
-            self.w2_weight.unbind(0),
-            self.w13_bias.unbind(0),
-            self.w2_bias.unbind(0),
-            self.w13_weight_scale.unbind(0),
-            self.w2_weight_scale.unbind(0),
-            block_size=32,
-            permuted_weights=True,
-            experts_min=0,
-            experts_max=self.num_experts - 1,
-            is_fp4=True,
-            alpha=self.alpha,
-            limit=self.limit,
-        )
-        return result.to(hidden_states.dtype)
-
-    def fused_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of `mxk::moe` after the routing, and its attributes, for the same computation."""
-        weights = (self.w13_weight, self.w13_weight_scale, self.w2_weight, self.w2_weight_scale)
-        limit = None if math.isinf(self.limit) else self.limit
-        attributes = {"weight_format": "mxfp4", "row_order": "interleaved", "activation": "swiglu_oai"}
-        return (*weights, None, None, self.w13_bias, self.w2_bias), {
-            **attributes,
-            "alpha": self.alpha,
-            "limit": limit,
-        }
-
-    def extra_repr(self) -> str:
-        """Sizes and constants, for printing the model."""
-        num_experts, rows, half = self.w13_weight.shape
-        return f"E={num_experts}, K={2 * half}, I={rows // 2}, mxfp4, alpha={self.alpha}, limit={self.limit}"
 
 
 def load(path: str | Path, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu") -> Any:
@@ -210,11 +148,6 @@ def load_tokenizer(path: str | Path) -> Any:
     with _reading(path, "tokenizer.json and tokenizer_config.json that transformers reads"):
         load_it = _transformers().AutoTokenizer.from_pretrained
         return load_it(path, local_files_only=True, trust_remote_code=False)
-
-
-def stock_experts(model: nn.Module) -> dict[str, StockExperts]:
-    """The packed experts of a loaded model by module name, in layer order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, StockExperts)}
 
 
 class Session:
