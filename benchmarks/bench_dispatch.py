@@ -56,9 +56,9 @@ def rows() -> dict[str, Callable[[], Any]]:
         _nothing.define(name + schema[schema.index("(") :])
         _nothing.impl(name, lambda x, *_, **__: x, "CPU")
     empty = torch.ops.mxk_bench.moe
-    kernels._prepared.clear()
+    kernels.prepared["CPU"].clear()
     op(*case.routing, *case.weights, **case.attributes)
-    (prepared,) = kernels._prepared.values()
+    (prepared,) = kernels.prepared["CPU"].values()
     out = torch.empty_like(case.hidden_states)
     addresses = [tensor.data_ptr() for tensor in (*case.routing, out)]
     call = cpu._VARYING.pack(*addresses, torch.get_num_threads()) + prepared._fixed

@@ -1,20 +1,24 @@
-"""Kernels by device, and the implementations of `mxk::moe` that the dispatcher calls."""
+"""Kernels by device, and what runs `mxk::moe`: for the dispatcher, and for compiled graphs."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import operator
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch._C._profiler import _RecordFunctionFast
 
 from mxk_compile.kernels import cpu, cuda, project, tpc
 from mxk_compile.kernels.cuda.operands import ALIGNMENT
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
 from mxk_compile.kernels.select import select, supports
 from mxk_compile.ops import library
-from mxk_compile.ops.moe import enter_directly, reference
+from mxk_compile.ops.moe import autograd_rules, reference
 
 __all__ = ["KernelConfig", "MoEDesc", "project", "select", "supports"]
 
@@ -26,8 +30,8 @@ def _say_once(reason: str) -> None:
     _logger.warning("mxk::moe runs its torch reference: %s", reason)
 
 
-_prepared: dict[Any, cpu.Prepared] = {}
-"""CPU calls seen so far, by all that they hold on to: shapes, strides and dtypes, and the addresses of the weights.
+prepared: dict[str, dict[Any, Any]] = {"CPU": {}, "CUDA": {}}
+"""Calls seen so far, by device and all that they hold on to: shapes, strides, dtypes, and addresses of the weights.
 
 It keeps nothing alive: memory that is freed and comes back in the same layout is the same call with other contents.
 """
@@ -50,34 +54,28 @@ def _reference(reason: str, args: tuple[Any, ...], attributes: dict[str, Any]) -
 
 
 def _prepare(
-    kernels: Any, prepared: dict[Any, Any], key: Any, args: tuple[Any, ...], attributes: dict[str, Any]
+    kernels: Any, known: dict[Any, Any], key: Any, args: tuple[Any, ...], attributes: dict[str, Any]
 ) -> Tensor:
-    """A call that is not among the `prepared` ones of a device: judged, and put there if it can be run again."""
+    """A call that is not `known`: judged, and put there if it can be run again."""
     desc, reason, scalars = _judge(args, attributes)
     if reason is not None:
         return _reference(reason, args, attributes)
     call = kernels.Prepared(desc, *args, **scalars)
     if call.reusable:
-        if len(prepared) >= _MOST_PREPARED:
-            prepared.clear()
-        prepared[key] = call
+        if len(known) >= _MOST_PREPARED:
+            known.clear()
+        known[key] = call
     result: Tensor = call(*args[:3])
     return result
 
 
-def moe_cpu(
-    x: Tensor,
-    ids: Tensor,
-    router: Tensor,
-    w13: Tensor,
-    s13: Tensor,
-    w2: Tensor,
-    s2: Tensor,
-    *more: Any,
-    **attributes: Any,
-) -> Tensor:
-    """`mxk::moe` on CPU. Written out, with short names: a small call costs as much as this key."""
-    key = (
+# Keys of a call, written out and with short names: they are half of what a small call costs.
+
+
+def _stacked(
+    x: Tensor, ids: Tensor, router: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor, *more: Any
+) -> tuple[Any, ...]:
+    return (
         *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype),
         *(router.shape, router.stride(), router.dtype),
         *(w13.data_ptr(), w13.shape, w13.stride(), w13.dtype),
@@ -85,20 +83,14 @@ def moe_cpu(
         *(w2.data_ptr(), w2.shape, w2.stride(), w2.dtype),
         *(s2.data_ptr(), s2.shape, s2.stride(), s2.dtype),
         *[None if w is None else (w.data_ptr(), w.shape, w.stride(), w.dtype) for w in more],
-        *attributes.items(),
     )
-    prepared = _prepared.get(key)
-    if prepared is None:
-        return _prepare(cpu, _prepared, key, (x, ids, router, w13, s13, w2, s2, *more), attributes)
-    return prepared(x, ids, router)
 
 
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
-def moe_lists_cpu(x: Tensor, ids: Tensor, router: Tensor, *weights: Any, **attributes: Any) -> Tensor:
-    """`mxk::moe.lists` on CPU."""
-    key = (
+def _lists(x: Tensor, ids: Tensor, router: Tensor, *weights: Any) -> tuple[Any, ...]:
+    return (
         *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype),
         *(router.shape, router.stride(), router.dtype),
         # Sets: lists that run have one layout each, the others are refused or copied and never come here again.
@@ -106,63 +98,51 @@ def moe_lists_cpu(x: Tensor, ids: Tensor, router: Tensor, *weights: Any, **attri
             (*map(Tensor.data_ptr, w), *(frozenset(map(part, w)) for part in (_shape, Tensor.stride, _dtype)))
             for w in weights
         ],
-        *attributes.items(),
     )
-    prepared = _prepared.get(key)
-    if prepared is None:
-        return _prepare(cpu, _prepared, key, (x, ids, router, *weights), attributes)
-    return prepared(x, ids, router)
 
 
-_prepared_cuda: dict[Any, cuda.Prepared] = {}
-"""CUDA calls seen so far, likewise."""
+def _enter(
+    op: str, device: str, kernels: Any, key_of: Callable[..., tuple[Any, ...]]
+) -> Callable[..., Tensor]:
+    """Registers what runs `mxk::<op>` on a device; returns it for compiled graphs, which need no dispatcher.
+
+    Calls that need no gradient enter from the autograd key, if the device is next (no mode, subclass or transform in
+    between): that saves the dispatcher's second round.
+    """
+    known, on_cuda = prepared[device], kernels is cuda
+    find, rule = known.get, autograd_rules[op]
+    own = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
+    below, plain = torch._C._after_autograd_keyset.raw_repr(), own.raw_repr()
+
+    def run(keyset: torch._C.DispatchKeySet | None, *args: Any, **attributes: Any) -> Any:
+        if keyset is None:
+            if _profiler_enabled():  # which sees calls of the dispatcher by itself
+                with _RecordFunctionFast("mxk::moe"):
+                    return run(own, *args, **attributes)
+        elif keyset is not own and (
+            keyset.raw_repr() & below != plain
+            or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
+        ):
+            return rule(keyset, *args, **attributes)
+        key = (key_of(*args), *attributes.items())
+        if on_cuda:
+            x, ids, router = args[:3]
+            key = (x.get_device(), ids.get_device(), router.get_device(), x.data_ptr() % ALIGNMENT, key)
+        call = find(key)
+        # The bytes of scales, arguments 4 and 6, may have changed in place.
+        if call is None or (on_cuda and not call.current(args[4], args[6])):
+            return _prepare(kernels, known, key, args, attributes)
+        return call(*args[:3])
+
+    library.impl(op, functools.partial(run, own), device)
+    library.impl(op, run, f"Autograd{device}", with_keyset=True)
+    return functools.partial(run, None)
 
 
-def moe_cuda(
-    x: Tensor,
-    ids: Tensor,
-    router: Tensor,
-    w13: Tensor,
-    s13: Tensor,
-    w2: Tensor,
-    s2: Tensor,
-    *more: Any,
-    **attributes: Any,
-) -> Tensor:
-    """`mxk::moe` on CUDA."""
-    key = (
-        *(x.get_device(), ids.get_device(), router.get_device(), x.data_ptr() % ALIGNMENT),
-        *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype),
-        *(router.shape, router.stride(), router.dtype),
-        *(w13.data_ptr(), w13.shape, w13.stride(), w13.dtype),
-        *(s13.data_ptr(), s13.shape, s13.stride(), s13.dtype),
-        *(w2.data_ptr(), w2.shape, w2.stride(), w2.dtype),
-        *(s2.data_ptr(), s2.shape, s2.stride(), s2.dtype),
-        *[None if w is None else (w.data_ptr(), w.shape, w.stride(), w.dtype) for w in more],
-        *attributes.items(),
-    )
-    prepared = _prepared_cuda.get(key)
-    if prepared is None or not prepared.current(s13, s2):
-        return _prepare(cuda, _prepared_cuda, key, (x, ids, router, w13, s13, w2, s2, *more), attributes)
-    return prepared(x, ids, router)
-
-
-def moe_lists_cuda(x: Tensor, ids: Tensor, router: Tensor, *weights: Any, **attributes: Any) -> Tensor:
-    """`mxk::moe.lists` on CUDA."""
-    key = (
-        *(x.get_device(), ids.get_device(), router.get_device(), x.data_ptr() % ALIGNMENT),
-        *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype),
-        *(router.shape, router.stride(), router.dtype),
-        *[
-            (*map(Tensor.data_ptr, w), *(frozenset(map(part, w)) for part in (_shape, Tensor.stride, _dtype)))
-            for w in weights
-        ],
-        *attributes.items(),
-    )
-    prepared = _prepared_cuda.get(key)
-    if prepared is None or not prepared.current(weights[1], weights[3]):
-        return _prepare(cuda, _prepared_cuda, key, (x, ids, router, *weights), attributes)
-    return prepared(x, ids, router)
+moe_cpu = _enter("moe", "CPU", cpu, _stacked)
+moe_cuda = _enter("moe", "CUDA", cuda, _stacked)
+moe_lists_cpu = _enter("moe.lists", "CPU", cpu, _lists)
+moe_lists_cuda = _enter("moe.lists", "CUDA", cuda, _lists)
 
 
 def moe_hpu(*args: Any, **attributes: Any) -> Tensor:
@@ -171,10 +151,6 @@ def moe_hpu(*args: Any, **attributes: Any) -> Tensor:
     return tpc.moe(desc, *args, **scalars) if reason is None else _reference(reason, args, attributes)
 
 
-enter_directly("moe", moe_cpu, "CPU")
-enter_directly("moe", moe_cuda, "CUDA")
-enter_directly("moe.lists", moe_lists_cpu, "CPU")
-enter_directly("moe.lists", moe_lists_cuda, "CUDA")
 library.impl("moe", moe_hpu, "HPU")
 library.impl("moe.lists", moe_hpu, "HPU")
 library.impl("mxfp4_dequant", cuda.mxfp4_dequant, "CUDA")

@@ -191,25 +191,8 @@ def register_no_backward(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return rule
 
 
-_rules = {
+autograd_rules = {
     "moe": register_no_backward(torch.ops.mxk.moe.default),
     "moe.lists": register_no_backward(torch.ops.mxk.moe.lists),
 }
-
-
-def enter_directly(name: str, implementation: Callable[..., Tensor], device: str) -> None:
-    """Registers an implementation of an op above for "CPU" or "CUDA", also ahead of autograd if no gradient is needed.
-
-    Where the device is next (no mode, subclass or transform in between), that saves the dispatcher's second round.
-    """
-    rule, below = _rules[name], torch._C._after_autograd_keyset
-    plain = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device)).raw_repr()
-
-    def dispatch(keyset: torch._C.DispatchKeySet, *args: Any, **attributes: Any) -> Any:
-        needs_gradient = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
-        if not needs_gradient and (keyset & below).raw_repr() == plain:
-            return implementation(*args, **attributes)
-        return rule(keyset, *args, **attributes)
-
-    library.impl(name, implementation, device)
-    library.impl(name, dispatch, f"Autograd{device}", with_keyset=True)
+"""What the autograd keys run for an op, called with a keyset and the op's arguments."""

@@ -14,25 +14,29 @@ from torch import Tensor
 
 from mxk_compile.errors import KernelError
 
+_SUCCESS, _ADVICE = "a call that succeeds", "see the driver's documentation"
+
 
 def ask(result: tuple[Any, ...]) -> Any:
     """The values of a driver call; raises KernelError with the driver's name for what went wrong."""
     status, *values = result
     if status.value != 0:
-        raise KernelError(
-            "CUDA driver", status.name, "a call that succeeds", "see the driver's documentation"
-        )
+        raise KernelError("CUDA driver", status.name, _SUCCESS, _ADVICE)
     return values[0] if len(values) == 1 else values
 
 
-class _Scratch(threading.local):
-    """A thread's launch configuration and parameter bytes: the driver is called without Python's lock."""
+class _Launch:
+    """What one launch at a time fills in: its configuration and its argument, where the driver reads them."""
 
-    config: Any = None
-    where: tuple[int, int] = (0, -1)
-    parameters: Any
-    parameters_address: int
-    address: int
+    __slots__ = ("argument", "config", "parameters", "where")
+
+    def __init__(self, config: Any, handle: int, size: int) -> None:
+        buffer = ctypes.create_string_buffer(size)
+        self.argument = memoryview(buffer).cast("B")
+        self.config = config
+        self.where = (0, -1)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        self.parameters = (ctypes.c_void_p(config.getPtr()), ctypes.c_void_p(handle), pointers, None)
 
 
 class Kernel:
@@ -61,10 +65,10 @@ class Kernel:
         self.handle, self.layout, self.changing = handle, layout, changing
         self.threads, self.shared_bytes = threads, shared_bytes
         self.overlap, self.cooperative = overlap, cooperative
-        self._scratch = _Scratch()
+        self._free: list[_Launch] = []  # as many as threads that launch it at once
         self._ready: set[int] = set()
 
-    def _prepare(self, scratch: _Scratch) -> None:
+    def _new_launch(self) -> _Launch:
         from cuda.bindings import driver
 
         config = driver.CUlaunchConfig()
@@ -81,12 +85,7 @@ class Kernel:
                 setattr(attribute.value, field, 1)
                 attributes.append(attribute)
         config.attrs, config.numAttrs = attributes, len(attributes)
-        scratch.parameters = ctypes.create_string_buffer(self.layout.size)
-        scratch.parameters_address = ctypes.addressof(scratch.parameters)
-        pointers = (ctypes.c_void_p * 1)(scratch.parameters_address)
-        scratch.parameters.pointers = pointers  # keeps them alive
-        scratch.address = ctypes.addressof(pointers)
-        scratch.config = config
+        return _Launch(config, int(self.handle), self.layout.size)
 
     def _allow_shared(self, device: int) -> None:
         """Raises the limit of dynamic shared memory on a device, once."""
@@ -101,27 +100,36 @@ class Kernel:
         self, device: int, stream: int, blocks: int, argument: bytes, *changes: tuple[int, ...]
     ) -> None:
         """Puts one launch on `stream` of the current device; `changes` go into the argument's changing parts."""
-        scratch = self._scratch
-        if scratch.config is None:
-            self._prepare(scratch)
         if device not in self._ready:
             self._allow_shared(device)
-        ctypes.memmove(scratch.parameters_address, argument, len(argument))
+        try:
+            launch = self._free.pop()
+        except IndexError:
+            launch = self._new_launch()
+        launch.argument[:] = argument
         for (offset, part), values in zip(self.changing, changes, strict=True):
-            part.pack_into(scratch.parameters, offset, *values)
-        config = scratch.config
-        if scratch.where != (blocks, stream):
-            config.gridDimX, config.hStream = scratch.where = (blocks, stream)
-        (status,) = _launch()(config, self.handle, scratch.address, 0)
-        if status.value != 0:
-            ask((status,))
+            part.pack_into(launch.argument, offset, *values)
+        if launch.where != (blocks, stream):
+            launch.config.gridDimX, launch.config.hStream = launch.where = (blocks, stream)
+        status = _driver().cuLaunchKernelEx(*launch.parameters)
+        if status != 0:
+            raise KernelError("CUDA driver", _name_of(status), _SUCCESS, _ADVICE)
+        self._free.append(launch)
 
 
 @functools.cache
-def _launch() -> Any:
+def _driver() -> ctypes.CDLL:
+    """The driver's library, called past cuda-bindings where each microsecond is paid in each call.
+
+    It is called without Python's lock: another thread may launch the same kernel meanwhile.
+    """
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _name_of(status: int) -> str:
     from cuda.bindings import driver
 
-    return driver.cuLaunchKernelEx
+    return str(driver.CUresult(status).name)
 
 
 class Library:

@@ -36,6 +36,6 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Force:
 
     def apply(text: str) -> None:
         monkeypatch.setattr(cuda, "choose", lambda problem: Schedule.parse(text))
-        monkeypatch.setattr(kernels, "_prepared_cuda", {})
+        kernels.prepared["CUDA"].clear()
 
     return apply

@@ -32,7 +32,7 @@ def main() -> int:
     for text in sys.argv[1:] or SCHEDULES:
         schedule = Schedule.parse(text)
         cuda.choose = lambda problem, chosen=schedule: chosen
-        kernels._prepared_cuda.clear()
+        kernels.prepared["CUDA"].clear()
         for num_tokens, row_order, bias in ((1, "interleaved", True), (13, "gate_up", False)):
             sizes = {"hidden_size": 160, "intermediate_size": 96, "num_experts": 5}
             case = random_case(num_tokens=num_tokens, row_order=row_order, bias=bias, device="cuda", **sizes)
