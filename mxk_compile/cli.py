@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import mxk_compile
+from mxk_compile.bench import command as bench_command
 from mxk_compile.errors import CallError, CheckpointError, InstallError, KernelError, MxkError
 from mxk_compile.kernels.tpc.signatures import VARIANT_KERNELS
 from mxk_compile.variants import VARIANTS
@@ -117,6 +118,8 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens a call to show; default: 1,32,64",
     )
     explain.set_defaults(run=_explain)
+
+    bench_command.add(commands, _count, _counts)
 
     tune = commands.add_parser("tune", help="CUDA: time kernel schedules for a layer, and keep the fastest")
     tune.add_argument(

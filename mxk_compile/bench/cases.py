@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ def draw(point: Point) -> tuple[Tensor, Tensor, Tensor]:
     Of several draws, the first whose number of local routes is the wanted one, or else the nearest.
     """
     variant = VARIANTS[point.variant]
-    top_k = min(variant.top_k, point.num_experts)
+    top_k = point.top_k
     generator = torch.Generator().manual_seed(point.seed)
     hidden_states = torch.randn(point.num_tokens, variant.hidden_size, generator=generator).bfloat16()
     wanted = point.local_routes
@@ -159,7 +160,7 @@ def rotation(point: Point, layers: list[MoECase], cache_bytes: int, chain: int) 
         shift = index // len(layers) * step
         shifted = torch.where(local, (ids + shift) % point.num_experts, ids)
         calls.append((index % len(layers), shifted.to(device)))
-    routed = {"hidden_states": hidden_states.to(device), "topk_weights": weights.to(device)}
+    routed: dict[str, Any] = {"hidden_states": hidden_states.to(device), "topk_weights": weights.to(device)}
     filled = [dataclasses.replace(layer, topk_ids=calls[0][1], **routed) for layer in layers]
     return Rotation(filled, calls, touched, int(local.sum()), size)
 

@@ -40,7 +40,10 @@ def baselines(folder: Path | None = None) -> dict[str, list[Row]]:
     found = {path.stem: bench_rows.read(path) for path in sorted(folder.glob("*.json"))}
     if not found:
         raise CallError(
-            str(folder), "no baseline", "files of rows, as in a checkout", "run in a checkout of the repository"
+            str(folder),
+            "no baseline",
+            "files of rows, as in a checkout",
+            "run in a checkout of the repository",
         )
     return found
 

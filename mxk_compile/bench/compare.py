@@ -1,6 +1,6 @@
 """`mxk bench --compare`: the published table's form, from rows of two implementations.
 
-    Tokens  Routing  Local routes    stock µs    fused µs  Speed-up
+Tokens  Routing  Local routes    stock µs    fused µs  Speed-up
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def table(pairs: Sequence[Pair]) -> str:
     blocks = []
     for _, group in itertools.groupby(pairs, lambda rows: (rows[0].variant, rows[0].num_experts)):
         lines = list(group)
-        header = f"{'Tokens':>6}  {'Routing':7}  {'Local routes':>12}  {first + ' µs':>14}  {second + ' µs':>14}"
+        header = (
+            f"{'Tokens':>6}  {'Routing':7}  {'Local routes':>12}  {first + ' µs':>14}  {second + ' µs':>14}"
+        )
         block = [caption(lines[0]), f"{header}  {'Speed-up':>8}  {'rel_l2':>20}"]
         for a, b in lines:
             call = f"{a.num_tokens:6}  {a.routing:7}  {a.local_routes:12}"

@@ -63,7 +63,7 @@ def make(name: str, layers: list[MoECase]) -> Implementation:
         return _unpacked(layers)
     peer = load_peer(name)
     reason = peer.missing()
-    if reason is None and peer.DEVICE != layers[0].w2.device.type:
+    if reason is None and layers[0].w2.device.type != peer.DEVICE:
         reason = f"runs on {peer.DEVICE}"
     if reason is not None:
         raise _refusal(name, reason, "a peer that is installed")
@@ -96,7 +96,7 @@ def _fused(layers: list[MoECase]) -> Implementation:
 
     def function(case: MoECase) -> Layer:
         weights, attributes = case.weights, case.attributes
-        return lambda *routed: torch.ops.mxk.moe.default(*routed, *weights, **attributes)  # type: ignore[no-any-return]
+        return lambda *routed: torch.ops.mxk.moe.default(*routed, *weights, **attributes)
 
     kernel = str(kernels.select(desc))
     if desc.device == "cuda":
@@ -144,7 +144,7 @@ def _stock(layers: list[MoECase]) -> Implementation:
         w13, w13_scale, w2, w2_scale, _, _, w13_bias, w2_bias = case.lists
         biases = (w13_bias, w2_bias) if w13_bias else ()
         keywords = {**_keywords(case), "block_size": 32, "is_fp4": True}
-        return lambda *routed: op(*routed, w13, w2, *biases, w13_scale, w2_scale, **keywords)  # type: ignore[no-any-return]
+        return lambda *routed: op(*routed, w13, w2, *biases, w13_scale, w2_scale, **keywords)
 
     return Implementation(f"hpu::mixture_of_experts.{name}", [*map(function, layers)], False)
 
@@ -165,6 +165,6 @@ def _unpacked(layers: list[MoECase]) -> Implementation:
         ]
         biases = () if case.w13_bias is None else (list(case.w13_bias), list(case.w2_bias))  # type: ignore[arg-type]
         keywords = _keywords(case)
-        return lambda *routed: op(*routed, *copies, *biases, **keywords)  # type: ignore[no-any-return]
+        return lambda *routed: op(*routed, *copies, *biases, **keywords)
 
     return Implementation(f"hpu::mixture_of_experts.{name}, bf16 copies", [*map(function, layers)], False)

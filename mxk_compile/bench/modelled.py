@@ -6,8 +6,8 @@ kernels/tpc/time_model.py makes a time of the counts. The stock op has no model:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -19,6 +19,7 @@ from mxk_compile.bench.runner import Say, base_versions, describe
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels import tpc
 from mxk_compile.kernels.tpc import emulated_ops, time_model
+from mxk_compile.ops.moe import WEIGHTS
 from mxk_compile.parity.cases import describe as describe_call
 from mxk_compile.parity.cases import run_case
 from mxk_compile.parity.emulated import chunk_row_cycles
@@ -77,22 +78,11 @@ def zeros(point: Point) -> MoECase:
     new_ids[ids < point.num_experts] = renumbered
     num_experts = max(len(used), 1)
     layer = cases.make_layer(variant, 1, 0, "cpu")
-    make = functools.partial(torch.zeros)
-
-    def empty(weight: torch.Tensor) -> torch.Tensor:
-        return make(num_experts, *weight.shape[1:], dtype=weight.dtype)
-
-    biases = (None if bias is None else make(num_experts, *bias.shape[1:]) for bias in layer.weights[6:])
-    return MoECase(
-        hidden_states,
-        new_ids,
-        weights,
-        *(empty(weight) for weight in layer.weights[:4]),
-        None,
-        None,
-        *biases,
-        attributes=layer.attributes,
-    )
+    weights_of_zeros: dict[str, Any] = {
+        name: None if weight is None else torch.zeros(num_experts, *weight.shape[1:], dtype=weight.dtype)
+        for name, weight in zip(WEIGHTS, layer.weights, strict=True)
+    }
+    return MoECase(hidden_states, new_ids, weights, **weights_of_zeros, attributes=layer.attributes)
 
 
 def _modelled(point: Point) -> Row:
@@ -124,9 +114,7 @@ def _published(point: Point) -> Row | None:
             point.routing,
         ) and point.local_routes in (None, row.local_routes):
             case = zeros(point)
-            return _row(
-                point, case, "stock", "stock op", row.stock_us, "published", _PUBLISHED_METHOD, {}
-            )
+            return _row(point, case, "stock", "stock op", row.stock_us, "published", _PUBLISHED_METHOD, {})
     return None
 
 

@@ -7,10 +7,19 @@ import dataclasses
 from mxk_compile.bench.published import PUBLISHED
 from mxk_compile.variants import VARIANTS
 
+DEVICES = ("cpu", "cuda", "tpc-modelled")
 ROUTINGS = ("random", "hot", "router")
 SUITES = ("document", "chord", "sweep")
 DEFAULT_VARIANT = "gptoss"
-ALL_EXPERTS = {"gptoss": 128, "glm": 256, "dsv41": 384, "muse": 256, "kimi": 384, "kimi_int4": 384, "mimo": 384}
+ALL_EXPERTS = {
+    "gptoss": 128,
+    "glm": 256,
+    "dsv41": 384,
+    "muse": 256,
+    "kimi": 384,
+    "kimi_int4": 384,
+    "mimo": 384,
+}
 """Experts of a layer over all cards (the published write-up; MiMo: 48 a card at TP 8)."""
 _SWEEP_TOKENS = tuple(2**n for n in range(10))
 _QUICK_EXPERTS = 8
@@ -43,6 +52,12 @@ class Point:
         """Experts that the routing chooses from."""
         return max(self.num_experts, ALL_EXPERTS[self.variant])
 
+    @property
+    def top_k(self) -> int:
+        """Routes a token; at most the local experts where all are to be local."""
+        top_k = VARIANTS[self.variant].top_k
+        return min(top_k, self.num_experts) if self.routing == "hot" else top_k
+
     def __str__(self) -> str:
         return f"{self.variant} E={self.num_experts} T={self.num_tokens} {self.routing}"
 
@@ -71,7 +86,7 @@ def sweep(variants: list[str] | None, experts: int | None) -> list[Point]:
     return points(variants or [DEFAULT_VARIANT], experts, list(_SWEEP_TOKENS), ["hot"])
 
 
-def quick(variants: list[str] | None, experts: int | None) -> list[Point]:
+def quick(variants: list[str] | None, experts: int | None, tokens: list[int] | None) -> list[Point]:
     """A handful of calls of a layer with few experts."""
     chosen = variants or [DEFAULT_VARIANT]
-    return points(chosen, experts or _QUICK_EXPERTS, list(_QUICK_TOKENS), ["random", "hot"])
+    return points(chosen, experts or _QUICK_EXPERTS, tokens or list(_QUICK_TOKENS), ["random", "hot"])

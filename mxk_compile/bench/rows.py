@@ -126,7 +126,9 @@ def parse(lines: Iterable[str], source: str) -> list[Row]:
         except (ValueError, RecursionError):
             fault = "is no JSON, or cut off"
         if fault is not None:
-            raise CallError(source, f"line {number} {fault}", "lines that `mxk bench` printed", "run it again")
+            raise CallError(
+                source, f"line {number} {fault}", "lines that `mxk bench` printed", "run it again"
+            )
         del values["schema"]
         rows.append(Row(**values))
     if not rows:
@@ -138,7 +140,9 @@ def read(path: Path) -> list[Row]:
     """Rows of a file; raises CallError naming the file where it cannot be read or is not what `mxk bench` printed."""
     try:
         if path.is_file() and path.stat().st_size > _MOST_BYTES:
-            raise CallError(str(path), f"more than {_MOST_BYTES >> 20} MiB", "rows of `mxk bench`", "check the path")
+            raise CallError(
+                str(path), f"more than {_MOST_BYTES >> 20} MiB", "rows of `mxk bench`", "check the path"
+            )
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise CallError(

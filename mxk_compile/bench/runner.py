@@ -23,7 +23,6 @@ from mxk_compile.testing import MoECase, processor
 from mxk_compile.variants import VARIANTS
 from mxk_compile.version import __version__
 
-DEVICES = ("cpu", "cuda", "tpc-modelled")
 _CHECKED_TOKENS = 8
 
 Say = Callable[[str], None]
@@ -39,6 +38,13 @@ def check_device(device: str) -> None:
             " rows of an H200 are in benchmarks/baseline/h200.json"
         )
         raise KernelError("mxk bench --device cuda", reason, allowed, advice)
+
+
+def device_name(device: str) -> str | None:
+    """What rows of "cpu" or "cuda" name as their device, None where it is not here."""
+    if device == "cpu":
+        return processor()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def run(points: list[Point], device: str, impl: str, method: Method, say: Say) -> Iterator[Row]:
@@ -141,7 +147,7 @@ def describe(point: Point) -> dict[str, Any]:
         "intermediate_size": variant.intermediate_size,
         "num_experts": point.num_experts,
         "all_experts": point.all_experts,
-        "top_k": min(variant.top_k, point.num_experts),
+        "top_k": point.top_k,
         "num_tokens": point.num_tokens,
         "routing": point.routing,
         "seed": point.seed,

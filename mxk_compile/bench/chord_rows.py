@@ -1,0 +1,138 @@
+"""Rows of the `chord` suite: single INT4 projections (chord.py), measured, and what was published of them.
+
+A row's hidden_size is the projection's inputs, its intermediate_size the outputs, its tokens the table's own count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from mxk_compile.bench import timing
+from mxk_compile.bench.chord import SCENARIOS, TOP_K, Call, Scenario, make_call
+from mxk_compile.bench.rows import Row
+from mxk_compile.bench.runner import Say, base_versions, check_device
+from mxk_compile.bench.timing import Method
+from mxk_compile.errors import KernelError
+from mxk_compile.testing import processor
+
+PUBLISHED = ("humming", "chord")
+"""`--impl` of the published columns, in the order of `Scenario.published_us`."""
+PUBLISHED_DEVICE = "NVIDIA H200"
+_CHECKED_EXPERTS = 8
+_QUICK_ROWS = 512
+
+
+def chosen(device: str, *, quick: bool) -> list[Scenario]:
+    """Scenarios with shapes for this card; `quick`: those with few rows."""
+    return [
+        scenario
+        for scenario in SCENARIOS
+        if "B300" not in scenario.table and (not quick or scenario.rows <= _QUICK_ROWS)
+    ]
+
+
+def run(device: str, impl: str, method: Method, *, quick: bool, say: Say) -> Iterator[Row]:
+    """Rows of the scenarios; `say` hears which were left out, and why.
+
+    Raises KernelError for an implementation that has no projections, or a device that is not there.
+    """
+    if impl in PUBLISHED:
+        yield from _published(PUBLISHED.index(impl))
+        return
+    if impl != "fused":
+        allowed = ", ".join(("fused", *PUBLISHED))
+        raise KernelError("mxk bench --suite chord", f"--impl {impl}", allowed, "choose one of them")
+    if device == "tpc-modelled":
+        given = "--device tpc-modelled: these tables are of a GPU's projections"
+        raise KernelError("mxk bench --suite chord", given, "cpu, cuda", "choose one of them")
+    check_device(device)
+    with torch.inference_mode():
+        bandwidth = timing.read_bandwidth([torch.empty(0, device="cuda")]) if device == "cuda" else None
+        for scenario in tqdm(
+            chosen(device, quick=quick), desc="chord", unit="row", disable=None, leave=False
+        ):
+            try:
+                yield _measured(make_call(scenario, device), method, bandwidth)
+            except KernelError as error:
+                say(f"left out: {scenario}: {error}")
+
+
+def _measured(call: Call, method: Method, bandwidth: float | None) -> Row:
+    call.run()
+    error = call.rel_l2(_CHECKED_EXPERTS)
+    calls: timing.Calls = [call.run] * method.chain
+    if bandwidth is None:
+        bandwidth = timing.read_bandwidth([call.weight.weight])
+        times = timing.time_cpu(calls, method)
+        device, threads = processor(), torch.get_num_threads()
+        versions = base_versions()
+    else:
+        times = timing.time_cuda(calls, method, capturable=True)
+        device, threads = torch.cuda.get_device_name(), 0
+        versions = {**base_versions(), "cuda": str(torch.version.cuda)}
+    us = times.median_us
+    return Row(
+        **_describe(call.scenario, call.touched),
+        impl="fused",
+        kernel=f"mxk::project.{call.scenario.kind}",
+        device=device,
+        threads=threads,
+        evidence="measured",
+        us=round(us, 2),
+        us_p10=round(times.percentile_us(10), 2),
+        us_p90=round(times.percentile_us(90), 2),
+        floor_us=round(max(call.num_bytes / bandwidth * 1e6, call.floor_us if not threads else 0.0), 2),
+        packed_gb_s=round(call.num_bytes / us / 1e3, 2),
+        read_gb_s=round(bandwidth / 1e9, 2),
+        rotated_bytes=call.num_bytes,
+        rel_l2=float(f"{error:.4g}"),
+        rel_l2_bf16=None,
+        method=f"{times.method}, the same call",
+        versions=versions,
+    )
+
+
+def _published(column: int) -> Iterator[Row]:
+    for scenario in chosen("cuda", quick=False):
+        if scenario.published_us is None:
+            continue
+        yield Row(
+            **_describe(scenario, scenario.num_experts),
+            impl=PUBLISHED[column],
+            kernel=("Humming 4351af3", "Chord 89f41c0")[column],
+            device=PUBLISHED_DEVICE,
+            threads=0,
+            evidence="published",
+            us=scenario.published_us[column],
+            us_p10=None,
+            us_p90=None,
+            floor_us=None,
+            packed_gb_s=None,
+            read_gb_s=None,
+            rotated_bytes=0,
+            rel_l2=None,
+            rel_l2_bf16=None,
+            method="table of novitalabs/chord, docs/performance.md",
+            versions=base_versions(),
+        )
+
+
+def _describe(scenario: Scenario, touched: int) -> dict[str, Any]:
+    return {
+        "variant": f"chord {scenario.table} {scenario.projection}",
+        "weight_format": "uint4",
+        "hidden_size": scenario.inputs,
+        "intermediate_size": scenario.outputs,
+        "num_experts": scenario.num_experts,
+        "all_experts": scenario.num_experts,
+        "top_k": TOP_K,
+        "num_tokens": scenario.count,
+        "routing": scenario.kind,
+        "local_routes": scenario.rows,
+        "experts_touched": touched,
+        "seed": scenario.seed,
+    }
