@@ -6,8 +6,10 @@
 Schemes (`quantization_config` in config.json names one, or the caller does):
     "gpt_oss"             gate_up_proj_blocks [E, 2I, K/32, 16], gate_up_proj_scales, gate_up_proj_bias, and down_proj_*
     "mxfp4"               stacks [E, 2I, K/2] and [E, K, I/2]; the caller states the row order, which shapes cannot tell
-    "compressed_tensors"  pack-quantized INT4: experts.{e}.gate_proj.weight_packed, .weight_scale, .weight_zero_point
+    "compressed_tensors"  pack-quantized INT4: experts.{e}.gate_proj.weight_packed, .weight_scale, .weight_zero_point,
+                          or the stacks that servers make of it: experts.w13_weight_packed, .w13_weight_scale, ...
     "gptq"                GPTQ INT4 without activation order: experts.{e}.gate_proj.qweight, .qzeros, .scales, .g_idx
+    "awq"                 AWQ INT4, version "gemm": experts.{e}.gate_proj.qweight, .qzeros, .scales
 """
 
 from __future__ import annotations
@@ -24,8 +26,13 @@ from mxk_compile.ops.formats import mxfp4
 from mxk_compile.ops.formats.int4 import FLOAT_DTYPES
 from mxk_compile.variants import STACKED_ROW_ORDERS
 
-SCHEMES = ("gpt_oss", "mxfp4", "compressed_tensors", "gptq")
-_SCHEME_OF_METHOD = {"mxfp4": "gpt_oss", "compressed-tensors": "compressed_tensors", "gptq": "gptq"}
+SCHEMES = ("gpt_oss", "mxfp4", "compressed_tensors", "gptq", "awq")
+_SCHEME_OF_METHOD = {
+    "mxfp4": "gpt_oss",
+    "compressed-tensors": "compressed_tensors",
+    "gptq": "gptq",
+    "awq": "awq",
+}
 _STACKED_NAMES = (("gate_up_proj", "down_proj"), ("w13_weight", "w2_weight"))
 _E8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -37,6 +44,7 @@ class PackedExperts:
     w13: uint8 [E, 2I, K/2] with rows in `row_order`; w2: uint8 [E, K, I/2]. w13_scale, w2_scale: [E, rows, groups],
     uint8 E8M0 for "mxfp4", else bfloat16, float16 or float32 as in the file. w13_zero, w2_zero: uint8 like the
     scale, None for symmetric weights (8). w13_bias [E, 2I], w2_bias [E, K]: as in the file, or None.
+    Stacks that a server packed along the outputs have pack_dim "output" and its layouts (ops/moe.py).
     """
 
     w13: torch.Tensor
@@ -86,7 +94,7 @@ class Checkpoint(TensorFiles):
         Peak memory is the packed bytes and one more tensor. Raises CheckpointError for anything missing,
         contradictory or unknown: one line with file, tensor, what is there and what is allowed.
         """
-        scheme = self._scheme() if scheme is None else scheme
+        scheme = self._scheme(prefix) if scheme is None else scheme
         if scheme not in SCHEMES:
             self.refuse(prefix, f"scheme {scheme!r}", ", ".join(SCHEMES), "name the scheme of the checkpoint")
         if row_order not in (STACKED_ROW_ORDERS if scheme == "mxfp4" else (None,)):
@@ -133,10 +141,10 @@ class Checkpoint(TensorFiles):
     def _refuse_config(self, given: str, allowed: str) -> NoReturn:
         raise CheckpointError(str(self.directory / "config.json"), given, allowed, "repair it")
 
-    def _scheme(self) -> str:
+    def _scheme(self, prefix: str) -> str:
         method = self.quantization().get("quant_method")
         if method not in tuple(_SCHEME_OF_METHOD):
-            what = f"{self.directory / 'config.json'}: quantization_config"
+            what = f"{self.directory / 'config.json'}: quantization_config of {prefix}"
             advice = f"pass scheme= with one of {', '.join(SCHEMES)}"
             raise CheckpointError(what, f"quant_method {method!r}", ", ".join(_SCHEME_OF_METHOD), advice)
         return _SCHEME_OF_METHOD[method]

@@ -1,8 +1,9 @@
-"""INT4 experts that a checkpoint holds one tensor for each expert and projection: compressed-tensors and GPTQ.
+"""INT4 experts of a checkpoint: compressed-tensors, GPTQ, AWQ, one tensor for each expert and projection; or stacks.
 
-Both become "uint4" stacks packed along the input dimension. compressed-tensors words are in that order already and
-are read into their place; a GPTQ word holds eight inputs of one output, so that a transpose of words gives the
-same order. Zero points are unpacked to one byte a group.
+They become "uint4" stacks packed along the input dimension. compressed-tensors words are in that order already and are
+read into their place; a GPTQ word holds eight inputs of one output, so that a transpose of words gives the same order;
+an AWQ word holds eight outputs of one input, in an order of its own, and is packed anew. Zero points are unpacked to
+one byte a group. Stacks are read by checkpoint_stacks.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from mxk_compile.checkpoint_files import TensorFiles
+from mxk_compile.checkpoint_stacks import read_stacks
 from mxk_compile.errors import CallError, CheckpointError
 from mxk_compile.ops.formats import int4
 from mxk_compile.ops.formats.int4 import FLOAT_DTYPES
@@ -27,8 +29,9 @@ GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}
 class _Parts:
     """What a scheme calls the tensors of one linear layer with N outputs and K inputs.
 
-    inputs_first: weight int32 [K/8, N], scale [K/g, N], zero int32 [K/g, N/8]; else weight int32 [N, K/8],
-    scale [N, K/g], zero int32 [N/8, K/g]. A word holds eight codes 0..15, the low nibble first.
+    inputs_first: scale [K/g, N], zero int32 [K/g, N/8], else scale [N, K/g], zero int32 [N/8, K/g]. The weight is int32
+    [K, N/8] if packs_outputs, [K/8, N] if only inputs_first, else [N, K/8]. A word holds eight codes 0..15, nibble i
+    (from the low one) that of element `order[i]`.
     """
 
     weight: str
@@ -36,15 +39,29 @@ class _Parts:
     zero: str
     group_index: str
     inputs_first: bool
+    packs_outputs: bool = False
+    order: tuple[int, ...] = tuple(range(8))
 
     def shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Shape in the file of what is [rows, columns] with outputs first."""
         return (columns, rows) if self.inputs_first else (rows, columns)
 
+    def weight_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Of the packed weight with so many outputs and inputs."""
+        return (columns, rows // 8) if self.packs_outputs else self.shape(rows, columns // 8)
+
+    def unpack(self, words: torch.Tensor) -> torch.Tensor:
+        """Codes uint8 [..., 8n] of int32 [..., n]."""
+        places = [self.order.index(element) for element in range(8)]
+        codes: torch.Tensor = unpack_nibbles(words).unflatten(-1, (-1, 8))
+        return codes[..., places].flatten(-2)
+
 
 _PARTS = {
     "compressed_tensors": _Parts("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", False),
     "gptq": _Parts("qweight", "scales", "qzeros", "g_idx", True),
+    # AutoAWQ's "gemm" packing, awq/utils/packing_utils.py
+    "awq": _Parts("qweight", "scales", "qzeros", "g_idx", True, True, (0, 2, 4, 6, 1, 3, 5, 7)),
 }
 
 
@@ -61,7 +78,9 @@ class Int4Layer:
     ) -> None:
         self.files, self.prefix, self.parts = files, prefix, _PARTS[scheme]
         is_gptq = scheme == "gptq"
-        config = quantization if is_gptq else self._compressed_config(quantization)
+        config = self._compressed_config(quantization) if scheme == "compressed_tensors" else quantization
+        if scheme == "awq":
+            config = self._awq_config(quantization)
         num_bits = config.get("bits" if is_gptq else "num_bits")
         if num_bits != 4:
             self._refuse_config(f"{num_bits!r} bits", "4 bits", "choose a 4-bit checkpoint")
@@ -78,11 +97,23 @@ class Int4Layer:
 
     def read(self, num_experts: int | None) -> dict[str, Any]:
         """Tensors of `PackedExperts` by name; num_experts None counts the experts in the file."""
+        if f"{self.prefix}.w13_weight_packed" in self.files:
+            return read_stacks(self.files, self.prefix, num_experts, self._declared, self.symmetric)
         num_experts = self._count(num_experts)
         first = self._name(0, "gate_proj", self.parts.weight)
-        rows, words = self.parts.shape(*self.files.expect(first, (torch.int32,), (None, None)))
-        w13 = self._stack("w13", num_experts, ("gate_proj", "up_proj"), rows, words * 8)
-        return w13 | self._stack("w2", num_experts, ("down_proj",), words * 8, rows)
+        rows, columns = self.files.expect(first, (torch.int32,), (None, None))
+        if self.parts.packs_outputs:
+            rows, columns = columns * 8, rows
+        else:
+            rows, words = self.parts.shape(rows, columns)
+            columns = words * 8
+        w13 = self._stack("w13", num_experts, ("gate_proj", "up_proj"), rows, columns)
+        return w13 | self._stack("w2", num_experts, ("down_proj",), columns, rows)
+
+    def _declared(self, columns: int) -> int:
+        """Group size of the metadata, for a row of so many inputs."""
+        size = columns if self.group_size in (None, -1) else self.group_size
+        return size if isinstance(size, int) else 0
 
     def _stack(
         self, key: str, num_experts: int, projections: tuple[str, ...], rows: int, columns: int
@@ -94,6 +125,13 @@ class Int4Layer:
             for place, projection in enumerate(projections)
         ]
         first = linears[0][2]
+        if self.parts.packs_outputs:
+            if rows % 8:
+                self.files.refuse(
+                    first + self.parts.weight, f"{rows} outputs", "a multiple of 8", "check the file"
+                )
+            # Writers of symmetric AWQ differ in whether they store what all zero points are.
+            self.stores_zero = not self.symmetric or first + self.parts.zero in self.files
         num_groups = self._num_groups(first + self.parts.scale, rows, columns)
         scale_dtype = self.files.entry(first + self.parts.scale).dtype
         bias_dtype = self.files.entry(first + "bias").dtype if first + "bias" in self.files else None
@@ -105,7 +143,11 @@ class Int4Layer:
         zero = None if self.symmetric else torch.empty(*lead, num_groups, dtype=torch.uint8)
         bias = torch.empty(lead, dtype=bias_dtype) if bias_dtype is not None else None
         for expert, at, name in linears:
-            self._copy(name + self.parts.weight, weight[expert, at].view(torch.int32))
+            if self.parts.packs_outputs:
+                codes = self.parts.unpack(self.files.tensor(name + self.parts.weight))
+                weight[expert, at] = int4.pack(codes.t())
+            else:
+                self._copy(name + self.parts.weight, weight[expert, at].view(torch.int32))
             self._copy(name + self.parts.scale, scale[expert, at])
             if self.stores_zero:
                 of_linear = self._zero(name + self.parts.zero)[:rows]
@@ -144,7 +186,7 @@ class Int4Layer:
         """Groups of a row, from the scale's shape; they must be what the metadata declares."""
         shape = self.files.expect(name, FLOAT_DTYPES, (None, None))
         num_groups = self.parts.shape(*shape)[1]
-        declared = columns if self.group_size in (None, -1) else self.group_size
+        declared = self._declared(columns)
         given = f"scale of shape {list(shape)} for K={columns}"
         allowed = f"group_size {declared} (config.json)"
         try:
@@ -168,7 +210,7 @@ class Int4Layer:
         """Check the headers of one linear layer, and the two small tensors that say how to read it."""
         files, parts = self.files, self.parts
         assert scale_dtype is not None
-        files.expect(name + parts.weight, (torch.int32,), parts.shape(rows, columns // 8))
+        files.expect(name + parts.weight, (torch.int32,), parts.weight_shape(rows, columns))
         files.expect(name + parts.scale, (scale_dtype,), parts.shape(rows, num_groups))
         if self.stores_zero:
             words = -(-rows // 8)
@@ -203,7 +245,7 @@ class Int4Layer:
     def _zero(self, name: str) -> torch.Tensor:
         """Zero points of one linear layer, uint8 [rows, groups] (rows rounded up to whole words)."""
         words = self.files.tensor(name)
-        stored = unpack_nibbles(words if self.parts.inputs_first else words.t()).t()
+        stored = self.parts.unpack(words if self.parts.inputs_first else words.t()).t()
         if self.gptq_format is None:
             return stored
         # A writer of version 1 stores (zero - 1) in four bits: 15 stands for 0.
@@ -218,11 +260,26 @@ class Int4Layer:
         wrong = {"gptq": 9, "gptq_v2": 7}.get(self.gptq_format or "")
         mislabelled = lowest == highest == wrong and not self.label_is_given
         if mislabelled or (self.symmetric and (lowest, highest) != (8, 8)):
+            if self.gptq_format is None:
+                given, advice = f"zero points {lowest} to {highest}", "check config.json"
+                self.files.refuse(name, given, "8 in a symmetric checkpoint", advice)
             given = f"zero points {lowest} to {highest} when read as {self.gptq_format!r}"
             allowed = "8 with sym=true" if self.symmetric else "zero points that agree with checkpoint_format"
             other = next(label for label in GPTQ_FORMATS if label != self.gptq_format)
             advice = f"the label looks wrong: pass gptq_format={other!r} if it is"
             self.files.refuse(name, given, allowed, advice)
+
+    def _awq_config(self, quantization: dict[str, Any]) -> dict[str, Any]:
+        """AWQ's metadata, under the names that compressed-tensors uses; AutoAWQ's own files say w_bit, q_group_size."""
+        version = str(quantization.get("version") or "gemm").lower()
+        if version != "gemm":
+            self._refuse_config(f"AWQ version {version!r}", "'gemm'", "convert the checkpoint")
+        return {
+            "num_bits": quantization.get("bits", quantization.get("w_bit")),
+            "group_size": quantization.get("group_size", quantization.get("q_group_size")),
+            # A missing `zero_point` means there are some.
+            "symmetric": quantization.get("zero_point") is False,
+        }
 
     def _compressed_config(self, quantization: dict[str, Any]) -> dict[str, Any]:
         """The `weights` arguments that compressed-tensors metadata gives to the experts of this layer."""
@@ -275,5 +332,5 @@ class Int4Layer:
         return value
 
     def _refuse_config(self, given: str, allowed: str, advice: str) -> NoReturn:
-        what = f"{self.files.directory / 'config.json'}: quantization_config"
+        what = f"{self.files.directory / 'config.json'}: quantization_config of {self.prefix}"
         raise CheckpointError(what, given, allowed, advice)

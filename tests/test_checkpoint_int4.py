@@ -66,6 +66,19 @@ class Linear:
             f"{name}.g_idx": torch.arange(self.codes.shape[1], dtype=torch.int32) // self.group,
         }
 
+    def awq(self, name: str) -> dict[str, Tensor]:
+        """AutoAWQ's "gemm": words of eight outputs, whose nibbles are outputs 0, 2, 4, 6, 1, 3, 5, 7."""
+
+        def awq_words(values: Tensor) -> Tensor:
+            order = values.unflatten(1, (-1, 8))[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
+            return words(order.flatten(1), 1)
+
+        return {
+            f"{name}.qweight": awq_words(self.codes.t()),
+            f"{name}.qzeros": awq_words(self.zero.t()),
+            f"{name}.scales": self.scale.t(),
+        }
+
 
 def layer(group: int, symmetric: bool) -> dict[str, Linear]:
     """Group 0 is one group a row."""
@@ -111,6 +124,11 @@ def gptq_config(group: int, symmetric: bool, version: int, **changes: Any) -> di
     }
 
 
+def awq_config(group: int, symmetric: bool, **changes: Any) -> dict[str, Any]:
+    config = {"bits": 4, "group_size": group or -1, "zero_point": not symmetric, "version": "gemm"}
+    return {"quantization_config": {"quant_method": "awq", **config, **changes}}
+
+
 def compressed(directory: Path, group: int = 32, symmetric: bool = True) -> tuple[dict[str, Linear], Path]:
     linears = layer(group, symmetric)
     tensors = {k: v for name, one in linears.items() for k, v in one.compressed(name, symmetric).items()}
@@ -121,10 +139,11 @@ def gptq_tensors(linears: dict[str, Linear], version: int) -> dict[str, Tensor]:
     return {k: v for name, one in linears.items() for k, v in one.gptq(name, version).items()}
 
 
-def check_values(experts: PackedExperts, linears: dict[str, Linear]) -> None:
-    assert (experts.weight_format, experts.row_order, experts.pack_dim) == ("uint4", "gate_up", "input")
-    w13 = dequantize(experts.w13, experts.w13_scale, experts.w13_zero, weight_format="uint4")
-    w2 = dequantize(experts.w2, experts.w2_scale, experts.w2_zero, weight_format="uint4")
+def check_values(experts: PackedExperts, linears: dict[str, Linear], pack_dim: str = "input") -> None:
+    assert (experts.weight_format, experts.row_order, experts.pack_dim) == ("uint4", "gate_up", pack_dim)
+    form = {"weight_format": "uint4", "pack_dim": pack_dim}
+    w13 = dequantize(experts.w13, experts.w13_scale, experts.w13_zero, **form)
+    w2 = dequantize(experts.w2, experts.w2_scale, experts.w2_zero, **form)
     for expert in range(EXPERTS):
         name = f"{PREFIX}.{expert}"
         assert torch.equal(w13[expert, :INTERMEDIATE], linears[f"{name}.gate_proj"].values.float())
@@ -211,6 +230,102 @@ def test_a_gptq_label_that_contradicts_the_zero_points_is_refused(
         taken = Checkpoint(path).experts(PREFIX, gptq_format=label)
         assert taken.w13_zero is not None
         assert taken.w13_zero.unique().tolist() == [wrong]
+
+
+def awq_tensors(linears: dict[str, Linear]) -> dict[str, Tensor]:
+    return {k: v for name, one in linears.items() for k, v in one.awq(name).items()}
+
+
+@pytest.mark.parametrize("group", [32, 64, 0])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_awq(tmp_path: Path, group: int, symmetric: bool) -> None:
+    linears = layer(group, symmetric)
+    path = write(tmp_path, awq_tensors(linears), awq_config(group, symmetric))
+    experts = Checkpoint(path).experts(PREFIX)
+    assert (experts.w13_zero is None) == symmetric
+    check_values(experts, linears)
+
+
+def test_awq_under_the_names_of_its_own_files_and_without_zero_points(tmp_path: Path) -> None:
+    linears = layer(32, True)
+    tensors = {name: value for name, value in awq_tensors(linears).items() if not name.endswith("qzeros")}
+    own = {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": False, "version": "GEMM"}
+    check_values(Checkpoint(write(tmp_path, tensors, {"quantization_config": own})).experts(PREFIX), linears)
+
+
+def test_awq_zero_points_that_contradict_the_metadata_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, awq_tensors(layer(32, False)), awq_config(32, True))
+    with pytest.raises(
+        CheckpointError, match=r"0\.gate_proj\.qzeros: zero points 0 to 15; allowed: 8 in a symm"
+    ):
+        Checkpoint(path).experts(PREFIX)
+
+
+@pytest.mark.parametrize("form", ["output", "transposed", "input"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [32, 0])
+def test_stacks_of_servers(tmp_path: Path, form: str, symmetric: bool, group: int) -> None:
+    linears, tensors = layer(group, symmetric), {}
+    for key, names in (("w13", ("gate_proj", "up_proj")), ("w2", ("down_proj",))):
+        experts = [[linears[f"{PREFIX}.{e}.{name}"] for name in names] for e in range(EXPERTS)]
+        codes, scale, zero = (
+            torch.stack([torch.cat([getattr(linear, part) for linear in expert]) for expert in experts])
+            for part in ("codes", "scale", "zero")
+        )
+        name = f"{PREFIX}.{key}_weight"
+        packed_zero = words(zero, 1)
+        packed = words(codes, 2)
+        if form != "input":
+            packed = words(codes.transpose(1, 2), 2) if form == "output" else packed.transpose(1, 2)
+            scale, packed_zero = scale.transpose(1, 2), packed_zero.transpose(1, 2)
+        tensors |= {f"{name}_packed": packed, f"{name}_scale": scale}
+        if not symmetric:
+            tensors[f"{name}_zero_point"] = packed_zero
+    path = write(tmp_path, tensors, compressed_config(group, symmetric))
+    experts = Checkpoint(path).experts(PREFIX)
+    assert experts.pack_dim == ("output" if form == "output" else "input")
+    check_values(experts, linears, experts.pack_dim)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"w13_weight_scale": torch.ones(3, 8, 128)},
+            "w13_weight_packed: shape [3, 128, 16] with scale [3, 8, 128]",
+        ),
+        ({"w2_weight_packed": None}, "missing tensor model.layers.0.mlp.experts.w2_weight_packed"),
+        (
+            {"w13_weight_zero_point": torch.ones(3, 4, 16).int()},
+            "w13_weight_zero_point: zero points in a symmetric checkpoint; allowed: none with symmetric=true",
+        ),
+        (
+            {"w2_weight_packed": torch.ones(3, 8, 128).int()},
+            "w2_weight_packed: packed along the inputs, w13 along the outputs; allowed: one dimension for both",
+        ),
+    ],
+)
+def test_broken_stacks(tmp_path: Path, changes: dict[str, Tensor | None], text: str) -> None:
+    tensors: dict[str, Tensor | None] = {
+        "w13_weight_packed": torch.ones(3, 128, 16).int(),
+        "w13_weight_scale": torch.ones(3, 4, 128),
+        "w2_weight_packed": torch.ones(3, 64, 16).int(),
+        "w2_weight_scale": torch.ones(3, 2, 128),
+    }
+    named = {f"{PREFIX}.{name}": t for name, t in (tensors | changes).items() if t is not None}
+    checkpoint = Checkpoint(write(tmp_path, named, compressed_config(32, True)))
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        checkpoint.experts(PREFIX)
+
+
+def test_stacks_in_groups_that_no_kernel_reads(tmp_path: Path) -> None:
+    tensors = {
+        f"{PREFIX}.w13_weight_packed": torch.ones(3, 128, 16).int(),
+        f"{PREFIX}.w13_weight_scale": torch.ones(3, 8, 128),
+    }
+    path = write(tmp_path, tensors, compressed_config(16, True))
+    with pytest.raises(CheckpointError, match="g as declared: 32, 64, 128, K"):
+        Checkpoint(path).experts(PREFIX)
 
 
 def test_gptq_with_activation_order_is_refused(tmp_path: Path) -> None:
@@ -317,8 +432,14 @@ def test_a_broken_tensor_is_named(tmp_path: Path, kind: str, changes: dict[str, 
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({}, "quant_method None; allowed: mxfp4, compressed-tensors, gptq; pass scheme="),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'; allowed: mxfp4"),
+        (
+            {},
+            "config.json: quantization_config of model.layers.0.mlp.experts: quant_method None; "
+            "allowed: mxfp4, compressed-tensors, gptq, awq; pass scheme=",
+        ),
+        ({"quantization_config": {"quant_method": "bitnet"}}, "quant_method 'bitnet'; allowed: mxfp4"),
+        (awq_config(32, False, version="gemv"), "AWQ version 'gemv'; allowed: 'gemm'"),
+        (awq_config(32, False, bits=8), "8 bits; allowed: 4 bits"),
         (compressed_config(32, True, num_bits=8), "8 bits; allowed: 4 bits"),
         (compressed_config(32, True, type="float"), "type 'float', strategy 'group'; allowed: type 'int'"),
         (compressed_config(32, True, strategy="tensor"), "strategy 'tensor'; allowed: type 'int', strategy"),
