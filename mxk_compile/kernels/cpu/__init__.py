@@ -14,7 +14,6 @@ import logging
 import math
 import struct
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,7 +119,7 @@ def config(desc: MoEDesc) -> KernelConfig:
 
 
 def supports(desc: MoEDesc) -> str | None:
-    """None if `moe` runs calls of this description, else the reason in one line."""
+    """None if `Prepared` runs calls of this description, else the reason in one line."""
     reason = available()
     if reason is not None:
         return f"CPU kernels: {reason}"
@@ -197,7 +196,7 @@ def _projection(
 
 
 class Prepared:
-    """A call of `moe` described once: to be run again for as long as layouts, dtypes and weight addresses are the same.
+    """A call of `mxk::moe` or `mxk::moe.lists` described once, run for as long as layouts, dtypes and weight addresses stay.
 
     Attributes:
         reusable: False where a copy of an argument was made, which holds for one call only.
@@ -224,7 +223,7 @@ class Prepared:
         limit: float | None = None,
         experts_min: int = 0,
     ) -> None:
-        """Arguments as those of `moe`; raises KernelError if the library is missing."""
+        """As the op's (ops/moe.py), of a call that `supports` accepts; raises KernelError if the library is missing."""
         dense = _dense(hidden_states, "hidden_states")
         self._keep = keep = _Keep()
         ids_size, weights_size = topk_ids.element_size(), topk_weights.element_size()
@@ -251,7 +250,10 @@ class Prepared:
         self.reusable = dense is hidden_states and not keep.copies
 
     def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """As `moe`, with the layouts and weight addresses given before."""
+        """A new bf16 tensor, [T, K] or with `per_route` [T, k, K], from routing with the layouts given before.
+
+        Raises KernelError if scratch memory could not be had.
+        """
         if not self.reusable:
             hidden_states = _dense(hidden_states, "hidden_states")
         if self._out is None:
@@ -271,17 +273,3 @@ class Prepared:
             given, allowed = "scratch memory could not be had", "a call that fits memory"
             raise KernelError("CPU kernels", given, allowed, "use fewer tokens")
         return out
-
-
-def moe(desc: MoEDesc, *tensors: Any, **scalars: Any) -> Tensor:
-    """`mxk::moe` or `mxk::moe.lists` on CPU: a new bf16 tensor, [T, K] or with `per_route` [T, k, K].
-
-    Args:
-        desc: the call's description, which `supports` accepts.
-        tensors: hidden_states, topk_ids, topk_weights and the weights, as in ops/moe.py.
-        scalars: alpha, limit, experts_min, as there.
-
-    Raises:
-        KernelError: the library is missing, or scratch memory could not be had.
-    """
-    return Prepared(desc, *tensors, **scalars)(*tensors[:3])

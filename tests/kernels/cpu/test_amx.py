@@ -24,7 +24,7 @@ def run(case: MoECase, tokens: slice = slice(None)) -> Tensor:
     routing = [tensor[tokens] for tensor in case.routing]
     desc = MoEDesc.from_call(*routing, *case.weights, **case.attributes)
     scalars = {name: case.attributes[name] for name in ("alpha", "limit", "experts_min")}
-    return cpu.moe(desc, *routing, *case.weights, **scalars)
+    return cpu.Prepared(desc, *routing, *case.weights, **scalars)(*routing)
 
 
 def bits(a: Tensor, b: Tensor) -> bool:

@@ -208,13 +208,13 @@ def test_nested_in_a_parallel_region(isa: str) -> None:
     """Called by the threads of a region of torch's pool, each call runs on its own thread."""
     case = random_case(num_tokens=9, hidden_size=480, intermediate_size=224)
     desc = MoEDesc.from_call(*case.routing, *case.weights, **case.attributes)
-    expected = cpu.moe(desc, *case.routing, *case.weights)
+    expected = cpu.Prepared(desc, *case.routing, *case.weights)(*case.routing)
     results: list[Tensor] = []
     names: set[int] = set()
 
     def body(_: object) -> None:
         names.add(threading.get_native_id())
-        results.append(cpu.moe(desc, *case.routing, *case.weights))
+        results.append(cpu.Prepared(desc, *case.routing, *case.weights)(*case.routing))
 
     callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(body)
     ctypes.CDLL(cpu.threads()).GOMP_parallel(callback, None, 2, 0)

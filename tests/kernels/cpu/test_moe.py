@@ -68,7 +68,7 @@ def moe(*arguments: Any, **attributes: Any) -> Tensor:
     desc = MoEDesc.from_call(*arguments, **attributes)
     assert cpu.supports(desc) is None
     scalars = {name: attributes[name] for name in ("alpha", "limit", "experts_min") if name in attributes}
-    return cpu.moe(desc, *arguments, **scalars)
+    return cpu.Prepared(desc, *arguments, **scalars)(*arguments[:3])
 
 
 def run(case: MoECase, **changes: Any) -> Tensor:

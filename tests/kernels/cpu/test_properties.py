@@ -153,7 +153,7 @@ def agrees(tensors: tuple[Tensor | None, ...], attributes: dict[str, Any], threa
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        result = cpu.moe(desc, *tensors, **scalars)
+        result = cpu.Prepared(desc, *tensors, **scalars)(*tensors[:3])
         torch.set_num_threads(3 - threads)
         again = torch.ops.mxk.moe.lists(
             *tensors[:3], *([] if tensor is None else list(tensor) for tensor in tensors[3:]), **attributes
