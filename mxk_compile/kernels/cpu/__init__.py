@@ -196,7 +196,7 @@ def _projection(
 
 
 class Prepared:
-    """A call of `mxk::moe` or `mxk::moe.lists` described once, run for as long as layouts, dtypes and weight addresses stay.
+    """A described call of `mxk::moe` or `mxk::moe.lists`, run while layouts, dtypes and weight addresses stay the same.
 
     Attributes:
         reusable: False where a copy of an argument was made, which holds for one call only.
