@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mxk_compile.kernels.cuda.build import build
-from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors, persistent
+from mxk_compile.kernels.cuda.driver import Kernel, Library, maker, multiprocessors, persistent
 from mxk_compile.kernels.cuda.operands import OPERAND, Call, activation
 
 # struct Decode of moe_decode.cu; of a layer's call, only addresses change.
@@ -61,7 +61,7 @@ _counters_lock = threading.Lock()
 
 
 def _counters_for(device: int, stream: int) -> int:
-    capturing = torch.cuda.is_current_stream_capturing()
+    capturing = torch._C._cuda_isCurrentStreamCapturing()
     counters = _counters.get(device)
     if counters is None and not capturing:
         with _counters_lock:
@@ -109,15 +109,15 @@ class Decode:
             *(operands.gate_row, operands.up_row, operands.up_expert, call.alpha, call.limit),
         )
         self._h_bytes = -(-2 * routes * desc.intermediate_size // 256) * 256
-        self._bytes = self._h_bytes + 4 * routes * desc.hidden_size
-        self._out_shape = call.out_shape
+        self._new_scratch = maker((self._h_bytes + 4 * routes * desc.hidden_size,), torch.uint8)
+        self._new_out = maker(call.out_shape, torch.bfloat16)
 
     def __call__(self, stream: int, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """The layer on `stream` of the call's device, which is current."""
         device = self._call.device
-        out = hidden_states.new_empty(self._out_shape)
+        out = self._new_out()
         # Held until the launch: counters that are allocated for it must lie elsewhere.
-        scratch = torch.empty(self._bytes, dtype=torch.uint8, device=hidden_states.device)
+        scratch = self._new_scratch()
         base = scratch.data_ptr()
         self._kernel.launch(
             *(device, stream, self._blocks, self._argument),

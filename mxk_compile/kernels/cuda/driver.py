@@ -176,6 +176,13 @@ class _while_capturing:
         ask(driver.cuThreadExchangeStreamCaptureMode(self._mode))
 
 
+def maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Makes dense tensors with any content on the current device, as Inductor's code does: half of torch.empty's time."""
+    strides = torch.empty(shape, device="meta").stride()
+    guards: Any = torch._C._dynamo.guards
+    return functools.partial(guards._empty_strided_cuda, shape, strides, dtype)
+
+
 def persistent(make: Callable[[], Tensor], device: int) -> Tensor:
     """A tensor for later calls, from `make`, which is done when this returns.
 
