@@ -1,7 +1,8 @@
 """vLLM: the general plugin `mxk`. With `MXK_VLLM=1` packed MXFP4 and INT4 experts run through `mxk::moe`.
 
 vLLM calls `register` in every process it starts, before it builds a model. Three quantization configs are then ours
-(vllm_quantization.py): each takes the layers that it can run and leaves the rest to the config it stands in for.
+(vllm_quantization.py): each takes the layers that it can run and leaves the rest to the config it stands in for. So is
+the class of routed-experts layers (vllm_layer.py), for the layers of all other configs.
 Nothing of vLLM is changed on disk, and without the variable nothing is imported.
 """
 
@@ -46,10 +47,11 @@ def register() -> None:
     reason = unsupported()
     if reason is None:
         try:
-            from mxk_compile.integrations import vllm_quantization
+            from mxk_compile.integrations import vllm_layer, vllm_quantization
         except ImportError as error:
             reason = f"vLLM {version()} lacks what the plugin builds on: {error}"
     if reason is not None:
         _logger.warning("mxk_compile: %s; MoE layers stay stock", reason)
         return
     vllm_quantization.register()
+    vllm_layer.register()

@@ -104,7 +104,7 @@ def refusal(layer: Any, weight_format: str, row_order: str, group_size: int) -> 
     return supports(desc)
 
 
-class _PackedMethod(FusedMoEMethodBase):
+class PackedMethod(FusedMoEMethodBase):
     """What all formats share; stands before a stock method, whose parameters and loaders it keeps."""
 
     weight_format = "mxfp4"
@@ -175,17 +175,17 @@ class _PackedMethod(FusedMoEMethodBase):
         return result
 
 
-class GptOssMethod(_PackedMethod, GptOssMxfp4MoEMethod):
+class GptOssMethod(PackedMethod, GptOssMxfp4MoEMethod):
     """gpt-oss's experts."""
 
     row_order = "interleaved"
 
 
-class Mxfp4Method(_PackedMethod, Mxfp4MoEMethod):
+class Mxfp4Method(PackedMethod, Mxfp4MoEMethod):
     """MXFP4 experts with gate and up projections of their own."""
 
 
-class Int4Method(_PackedMethod, compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMethod):
+class Int4Method(PackedMethod, compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMethod):
     """compressed-tensors' packed INT4 experts."""
 
     weight_format = "uint4"  # codes 0..15; value (code - zero point) * scale, zero point 8 if symmetric
@@ -207,9 +207,12 @@ class Int4Method(_PackedMethod, compressed_tensors_moe_wna16.CompressedTensorsWN
         return hidden_size, intermediate_size_per_partition
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Zero points, packed along the rows, become one byte each; the weights stay as they are."""
+        """Zero points, packed along the rows, become one byte each, once; the weights stay as they are."""
         if self.symmetric:
             return
+        _logger.info_once(
+            "mxk_compile: zero points are unpacked to one byte each at load; weights stay as loaded"
+        )
         for name in ("w13_weight_zero_point", "w2_weight_zero_point"):
             packed = getattr(layer, name).data
             shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
@@ -218,8 +221,11 @@ class Int4Method(_PackedMethod, compressed_tensors_moe_wna16.CompressedTensorsWN
             setattr(layer, name, nn.Parameter(zeros, requires_grad=False))
 
 
-def _fits(layer: Any, method: type[_PackedMethod], group_size: int = _GROUP) -> bool:
-    """Whether a layer is routed experts that a method of ours runs; logs which, or why not."""
+def fits(layer: Any, method: type[PackedMethod], group_size: int = _GROUP) -> bool:
+    """Whether a layer is routed experts that a method of ours runs; logs which, or why not.
+
+    `group_size` is the number of values that share a scale; -1 is per channel.
+    """
     if not isinstance(layer, RoutedExperts):
         return False
     reason = refusal(layer, method.weight_format, method.row_order, group_size)
@@ -235,7 +241,7 @@ class GptOssConfig(GptOssMxfp4Config):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """A method of ours for routed experts where a fused kernel runs them, else vLLM's answer."""
-        if _fits(layer, GptOssMethod):
+        if fits(layer, GptOssMethod):
             return GptOssMethod(layer.moe_config)
         return super().get_quant_method(layer, prefix)
 
@@ -245,7 +251,7 @@ class PlainMxfp4Config(Mxfp4Config):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """A method of ours for routed experts where a fused kernel runs them, else vLLM's answer."""
-        if _fits(layer, Mxfp4Method):
+        if fits(layer, Mxfp4Method):
             return Mxfp4Method(layer.moe_config)
         return super().get_quant_method(layer, prefix)
 
@@ -256,7 +262,7 @@ class PackedTensorsConfig(CompressedTensorsConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """A method of ours for INT4 routed experts where a fused kernel runs them, else vLLM's answer."""
         scheme = self._int4_scheme(layer, prefix) if isinstance(layer, RoutedExperts) else None
-        if scheme is not None and _fits(layer, Int4Method, scheme["weights"].group_size or -1):
+        if scheme is not None and fits(layer, Int4Method, scheme["weights"].group_size or -1):
             return Int4Method(scheme["weights"], scheme.get("input_activations"), layer.moe_config)
         return super().get_quant_method(layer, prefix)
 
