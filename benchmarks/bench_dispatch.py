@@ -30,6 +30,12 @@ _nothing = torch.library.Library("mxk_bench", "DEF")  # its ops live as long as 
 SMALLEST = {"num_tokens": 1, "top_k": 1, "hidden_size": 32, "intermediate_size": 32}
 
 
+def call(op: Any, case: MoECase, weights: Any) -> Callable[[], Tensor]:
+    """One call of the op, its arguments at hand."""
+    tensors, attributes = (*case.routing, *weights), case.attributes
+    return lambda: op(*tensors, **attributes)
+
+
 def graphs(case: MoECase, op: Any, weights: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A compiled graph of LAYERS layers, and one of none with the same inputs."""
 
@@ -42,7 +48,8 @@ def graphs(case: MoECase, op: Any, weights: Any) -> tuple[Callable[[], Any], Cal
         return x + sum(weight is not None and len(weight) for weight in weights)
 
     many, empty = (torch.compile(function, backend="mxk") for function in (layers, none))
-    return lambda: many(*case.routing, *weights), lambda: empty(*case.routing, *weights)
+    tensors = (*case.routing, *weights)
+    return lambda: many(*tensors), lambda: empty(*tensors)
 
 
 def rows() -> dict[str, Callable[[], Any]]:
@@ -57,27 +64,29 @@ def rows() -> dict[str, Callable[[], Any]]:
         _nothing.impl(name, lambda x, *_, **__: x, "CPU")
     empty = torch.ops.mxk_bench.moe
     kernels.prepared["CPU"].clear()
-    op(*case.routing, *case.weights, **case.attributes)
+    eager = call(op, case, case.weights)
+    eager()
     (prepared,) = kernels.prepared["CPU"].values()
     out = torch.empty_like(case.hidden_states)
     addresses = [tensor.data_ptr() for tensor in (*case.routing, out)]
-    call = cpu._VARYING.pack(*addresses, torch.get_num_threads()) + prepared._fixed
+    described = cpu._VARYING.pack(*addresses, torch.get_num_threads()) + prepared._fixed
+    list_weights = lists.lists
     graph, no_graph = graphs(case, op, case.weights)
-    list_graph, no_list_graph = graphs(lists, list_op, lists.lists)
+    list_graph, no_list_graph = graphs(lists, list_op, list_weights)
 
     def inference() -> Tensor:
         with torch.inference_mode():
-            return op(*case.routing, *case.weights, **case.attributes)
+            return eager()
 
     return {
-        "library": lambda: (prepared._function(call), out),
-        "op": lambda: op(*case.routing, *case.weights, **case.attributes),
+        "library": lambda: (prepared._function(described), out),
+        "op": eager,
         "op, inference mode": inference,
-        "empty op": lambda: empty.default(*case.routing, *case.weights, **case.attributes),
+        "empty op": call(empty.default, case, case.weights),
         "graph": graph,
         "no graph": no_graph,
-        "32 lists": lambda: list_op(*lists.routing, *lists.lists, **lists.attributes),
-        "32 lists, empty op": lambda: empty.lists(*lists.routing, *lists.lists, **lists.attributes),
+        "32 lists": call(list_op, lists, list_weights),
+        "32 lists, empty op": call(empty.lists, lists, list_weights),
         "32 lists, graph": list_graph,
         "32 lists, no graph": no_list_graph,
     }
