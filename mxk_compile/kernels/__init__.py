@@ -114,25 +114,31 @@ def _enter(
     own = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
     below, plain = torch._C._after_autograd_keyset.raw_repr(), own.raw_repr()
 
-    def run(keyset: torch._C.DispatchKeySet | None, *args: Any, **attributes: Any) -> Any:
+    def run(
+        keyset: torch._C.DispatchKeySet | None,
+        x: Tensor,
+        ids: Tensor,
+        router: Tensor,
+        *weights: Any,
+        **attributes: Any,
+    ) -> Any:
         if keyset is None:
             if _profiler_enabled():  # which sees calls of the dispatcher by itself
                 with _RecordFunctionFast("mxk::moe"):
-                    return run(own, *args, **attributes)
+                    return run(own, x, ids, router, *weights, **attributes)
         elif keyset is not own and (
             keyset.raw_repr() & below != plain
-            or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))
+            or (torch.is_grad_enabled() and torch._C._any_requires_grad(x, ids, router, *weights))
         ):
-            return rule(keyset, *args, **attributes)
-        key = (key_of(*args), *attributes.items())
+            return rule(keyset, x, ids, router, *weights, **attributes)
+        key = (key_of(x, ids, router, *weights), *attributes, *attributes.values())
         if on_cuda:
-            x, ids, router = args[:3]
             key = (x.get_device(), ids.get_device(), router.get_device(), x.data_ptr() % ALIGNMENT, key)
         call = find(key)
-        # The bytes of scales, arguments 4 and 6, may have changed in place.
-        if call is None or (on_cuda and not call.current(args[4], args[6])):
-            return _prepare(kernels, known, key, args, attributes)
-        return call(*args[:3])
+        # The bytes of scales may have changed in place.
+        if call is None or (on_cuda and not call.current(weights[1], weights[3])):
+            return _prepare(kernels, known, key, (x, ids, router, *weights), attributes)
+        return call(x, ids, router)
 
     library.impl(op, functools.partial(run, own), device)
     library.impl(op, run, f"Autograd{device}", with_keyset=True)

@@ -202,7 +202,7 @@ class Prepared:
         reusable: False where a copy of an argument was made, which holds for one call only.
     """
 
-    __slots__ = ("_fixed", "_function", "_keep", "_out", "reusable")
+    __slots__ = ("_fixed", "_function", "_keep", "_new_out", "reusable")
 
     def __init__(
         self,
@@ -245,8 +245,11 @@ class Prepared:
             math.inf if limit is None else limit,
         )
         self._function = _library().mxk_cpu_moe
-        # None: as hidden_states, which costs less than a shape does.
-        self._out = (*topk_ids.shape, desc.hidden_size) if desc.per_route else None
+        rows = topk_ids.shape if desc.per_route else topk_ids.shape[:1]
+        out = torch.empty((*rows, desc.hidden_size), dtype=torch.bfloat16, device="meta")
+        # As Inductor's code does, in half the time of torch.empty.
+        empty = vars(torch._C._dynamo.guards)["_empty_strided_cpu"]
+        self._new_out = functools.partial(empty, tuple(out.shape), out.stride(), out.dtype)
         self.reusable = dense is hidden_states and not keep.copies
 
     def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -256,10 +259,7 @@ class Prepared:
         """
         if not self.reusable:
             hidden_states = _dense(hidden_states, "hidden_states")
-        if self._out is None:
-            out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-        else:
-            out = hidden_states.new_empty(self._out)
+        out: Tensor = self._new_out()
         varying = _VARYING.pack(
             *(hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), out.data_ptr()),
             torch.get_num_threads(),

@@ -16,6 +16,7 @@ SMALL = 128
 _INFERENCE = -1  # version of tensors that have none, and that nothing changes outside of inference mode
 _seen: dict[Any, tuple[StorageWeakRef, int, bool]] = {}
 _MOST_SEEN = 65536
+_expired = torch.UntypedStorage._expired
 
 
 def _version(tensor: Tensor) -> int:
@@ -61,22 +62,23 @@ class Watch:
         small: as `small` answered.
     """
 
-    __slots__ = ("_storages", "_versions", "small")
+    __slots__ = ("_addresses", "_stacked", "_storages", "_versions", "small")
 
     def __init__(self, scales: tuple[Weights, ...]) -> None:
         tensors = _flat(scales)
         self.small = small(tensors)
         self._versions = [_version(tensor) for tensor in tensors]
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        self._addresses = [storage.cdata for storage in self._storages]
+        self._stacked = len(tensors) == len(scales)
 
     def current(self, *scales: Weights) -> bool:
         """Whether these tensors, at the addresses of those watched, have the same contents."""
         if self.small is None:
             return torch.cuda.is_current_stream_capturing()
-        for tensor, version, storage in zip(_flat(scales), self._versions, self._storages, strict=True):
-            if version != _INFERENCE and tensor._version != version:
-                return False
-            if storage.expired():
+        tensors: Any = scales if self._stacked else _flat(scales)
+        for tensor, version, address in zip(tensors, self._versions, self._addresses, strict=True):
+            if (version != _INFERENCE and tensor._version != version) or _expired(address):
                 return False
         return True
 
