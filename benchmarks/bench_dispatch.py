@@ -1,12 +1,13 @@
-"""What a call of `mxk::moe` on CPU costs beside the kernel: the smallest layer (K = I = 32, T = 1), one thread.
+"""What a call of `mxk::moe` costs the host beside the kernel: the smallest layer (K = I = 32, T = 1), one thread.
 
 Each line is one JSON object, medians in us of 8 calls in a row. The rows take turns, so that a busy moment hits all; a
-row's `beside_us` is its time less that of "library", the C function alone. "graph" is one of 8 layers in a graph that
-`torch.compile(backend="mxk")` made, less a graph without layers. "empty op" is an op of the same schema that does
-nothing: torch's own share of a call through the dispatcher. The `32 lists` rows have 32 experts and biases, so that 192
-tensors are passed one by one.
+row's `beside_us` is its time less that of "library": on CPU the C function alone, on CUDA the driver's launch alone.
+"graph" is one of 8 layers in a graph that `torch.compile(backend="mxk")` made, less a graph without layers. "empty op"
+is an op of the same schema that does nothing: torch's own share of a call through the dispatcher. The `32 lists` rows
+have 32 experts and biases, so that 192 tensors are passed one by one. Nothing that is timed waits for a CUDA device.
 
     python benchmarks/bench_dispatch.py
+    python benchmarks/bench_dispatch.py --device cuda
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 from mxk_compile import kernels
-from mxk_compile.kernels import cpu
+from mxk_compile.kernels import cpu, cuda
+from mxk_compile.kernels.cuda import driver
 from mxk_compile.testing import MoECase, machine, random_case
 
 LAYERS = 8
@@ -45,32 +47,40 @@ def graphs(case: MoECase, op: Any, weights: Any) -> tuple[Callable[[], Any], Cal
         return x
 
     def none(x: Tensor, ids: Tensor, router: Tensor, *weights: Any) -> Tensor:
-        return x + sum(weight is not None and len(weight) for weight in weights)
+        return torch.empty_like(x) if len(weights) else x
 
     many, empty = (torch.compile(function, backend="mxk") for function in (layers, none))
     tensors = (*case.routing, *weights)
     return lambda: many(*tensors), lambda: empty(*tensors)
 
 
-def rows() -> dict[str, Callable[[], Any]]:
+def library(device: str, case: MoECase) -> Callable[[], Any]:
+    """What a prepared call of this case calls in the end."""
+    known = kernels.prepared[device.upper()]
+    known.clear()
+    call(torch.ops.mxk.moe.default, case, case.weights)()
+    (prepared,) = known.values()
+    if device == "cuda":
+        (launch,) = prepared._runner._kernel._free
+        return lambda: driver._driver().cuLaunchKernelEx(*launch.parameters)
+    out = torch.empty_like(case.hidden_states)
+    addresses = [tensor.data_ptr() for tensor in (*case.routing, out)]
+    described = cpu._VARYING.pack(*addresses, torch.get_num_threads()) + prepared._fixed
+    return lambda: (prepared._function(described), out)
+
+
+def rows(device: str) -> dict[str, Callable[[], Any]]:
     """What is timed, by name."""
-    case = random_case(num_experts=4, **SMALLEST)
-    lists = random_case(num_experts=32, bias=True, **SMALLEST)
+    case = random_case(num_experts=4, device=device, **SMALLEST)
+    lists = random_case(num_experts=32, bias=True, device=device, **SMALLEST)
     op, list_op = torch.ops.mxk.moe.default, torch.ops.mxk.moe.lists
 
     for name in ("moe", "moe.lists"):
         schema = str((list_op if name.endswith("lists") else op)._schema)
         _nothing.define(name + schema[schema.index("(") :])
-        _nothing.impl(name, lambda x, *_, **__: x, "CPU")
+        _nothing.impl(name, lambda x, *_, **__: x, device.upper())
     empty = torch.ops.mxk_bench.moe
-    kernels.prepared["CPU"].clear()
-    eager = call(op, case, case.weights)
-    eager()
-    (prepared,) = kernels.prepared["CPU"].values()
-    out = torch.empty_like(case.hidden_states)
-    addresses = [tensor.data_ptr() for tensor in (*case.routing, out)]
-    described = cpu._VARYING.pack(*addresses, torch.get_num_threads()) + prepared._fixed
-    list_weights = lists.lists
+    eager, list_weights = call(op, case, case.weights), lists.lists
     graph, no_graph = graphs(case, op, case.weights)
     list_graph, no_list_graph = graphs(lists, list_op, list_weights)
 
@@ -79,7 +89,7 @@ def rows() -> dict[str, Callable[[], Any]]:
             return eager()
 
     return {
-        "library": lambda: (prepared._function(described), out),
+        "library": library(device, case),
         "op": eager,
         "op, inference mode": inference,
         "empty op": call(empty.default, case, case.weights),
@@ -98,14 +108,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()
+    reason = cuda.unavailable() if arguments.device == "cuda" else cpu.available()
+    if reason is not None:
+        parser.error(reason)
+    wait = torch.cuda.synchronize if arguments.device == "cuda" else lambda: None
     torch.set_num_threads(1)
-    functions = rows()
+    functions = rows(arguments.device)
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     with torch.no_grad():
         for _ in range(arguments.rounds + 50):
             for name, function in functions.items():
                 calls = 1 if name.endswith("graph") else LAYERS
+                wait()
                 start = time.perf_counter()
                 for _ in range(calls):
                     function()
