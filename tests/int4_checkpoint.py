@@ -1,4 +1,4 @@
-"""A small random Qwen3-MoE checkpoint with compressed-tensors INT4 experts, each layer in another scheme."""
+"""A small random Qwen3-MoE checkpoint with compressed-tensors INT4 and MXFP4 experts, each layer in another scheme."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ SCHEMES: list[dict[str, Any]] = [
     {"strategy": "group", "group_size": 128, "symmetric": True},
     {"strategy": "channel", "group_size": None, "symmetric": True},
     {"strategy": "group", "group_size": 32, "symmetric": False},
+    {"strategy": "group", "group_size": 32, "symmetric": True, "type": "float", "scale_dtype": "torch.uint8"},
 ]
-"""One layer each."""
+"""One layer each; "float" is MXFP4, the others INT4."""
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 _IDS = {"eos_token_id": 256, "pad_token_id": 256, "bos_token_id": 256}
 
 
@@ -32,6 +34,11 @@ def _quantize(rows: int, columns: int, scheme: dict[str, Any]) -> tuple[dict[str
     """Random tensors of one projection, named as in the checkpoint, and the values they stand for, fp32."""
     group = scheme["group_size"] or columns
     codes = torch.randint(0, 16, (rows, columns))
+    if scheme.get("type") == "float":
+        exponent = torch.randint(119, 122, (rows, columns // group))
+        values = _E2M1[codes].unflatten(-1, (-1, group)) * 2.0 ** (exponent[..., None] - 127)
+        packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+        return {"weight_packed": packed, "weight_scale": exponent.to(torch.uint8)}, values.flatten(1)
     scale = (torch.rand(rows, columns // group) * 0.02 + 0.005).to(torch.bfloat16)
     zero = torch.full_like(scale, 8.0)
     tensors = {"weight_packed": _pack_rows(codes), "weight_scale": scale}
@@ -67,7 +74,7 @@ def write(folder: Path) -> dict[str, Tensor]:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         decoder_sparse_step=1,
         norm_topk_prob=True,
         mlp_only_layers=[],
@@ -79,13 +86,13 @@ def write(folder: Path) -> dict[str, Tensor]:
         f"group_{layer}": {
             "targets": [f"re:.*layers\\.{layer}\\.mlp\\.experts.*"],
             "weights": {"num_bits": 4, "type": "int", "dynamic": False, "observer": "minmax", **scheme},
-            "format": "pack-quantized",
+            "format": "mxfp4-pack-quantized" if scheme.get("type") == "float" else "pack-quantized",
         }
         for layer, scheme in enumerate(SCHEMES)
     }
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": ["lm_head"],
