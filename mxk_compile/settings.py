@@ -24,6 +24,7 @@ class Settings:
         cache_dir: folder for compiled GPU kernels and tuned schedules; by default mxk in the user's cache folder.
         cuda_schedule: the CUDA kernels' schedule of every call (kernels/cuda/schedule.py), or None for the chosen one.
         vllm: whether vLLM's MoE layers run through `mxk::moe` (integrations/vllm.py).
+        vllm_humming: whether `import humming` finds integrations/humming in the processes of a vLLM server.
     """
 
     max_tokens: int | None = 32
@@ -32,6 +33,7 @@ class Settings:
     cache_dir: str = os.path.join("~", ".cache", "mxk")
     cuda_schedule: str | None = None
     vllm: bool = False
+    vllm_humming: bool = False
 
     def identity(self) -> tuple[object, ...]:
         """What of this changes a compiled graph, for cache keys; as the fields up to `cpu_isa` do."""
@@ -77,7 +79,7 @@ def _cuda_schedule(value: Any) -> str | None:
     return str(value) if value else None
 
 
-def _vllm(value: Any) -> bool:
+def _switch(value: Any) -> bool:
     return bool(("0", "1").index(value))
 
 
@@ -87,7 +89,8 @@ _PARSERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dump_dir": (_dump_dir, "a folder name"),
     "cache_dir": (_cache_dir, "a folder name"),
     "cuda_schedule": (_cuda_schedule, "a schedule, as `mxk tune` prints it"),
-    "vllm": (_vllm, "0, 1"),
+    "vllm": (_switch, "0, 1"),
+    "vllm_humming": (_switch, "0, 1"),
 }
 _VARIABLES = {
     "max_tokens": "MXK_MAX_TOKENS",
@@ -96,6 +99,7 @@ _VARIABLES = {
     "cache_dir": "MXK_CACHE_DIR",
     "cuda_schedule": "MXK_CUDA_SCHEDULE",
     "vllm": "MXK_VLLM",
+    "vllm_humming": "MXK_VLLM_HUMMING",
 }
 
 

@@ -28,6 +28,7 @@ GOOD = [
     ("MXK_CUDA_SCHEDULE", "cuda_schedule", "", None),
     ("MXK_VLLM", "vllm", "1", True),
     ("MXK_VLLM", "vllm", "0", False),
+    ("MXK_VLLM_HUMMING", "vllm_humming", "1", True),
 ]
 BAD = [
     *(("MXK_MAX_TOKENS", "max_tokens", value) for value in ("-1", "", "1.5", "1e3", "none", "32 tokens")),
@@ -100,11 +101,13 @@ def test_settings_are_frozen() -> None:
 
 
 def test_identity_holds_what_changes_a_graph() -> None:
-    unrelated = Settings(dump_dir="graphs", vllm=True, cache_dir="kernels", cuda_schedule="prefill:64")
+    unrelated = Settings(
+        dump_dir="graphs", vllm=True, vllm_humming=True, cache_dir="kernels", cuda_schedule="prefill:64"
+    )
     assert Settings().identity() == unrelated.identity()
     different = (Settings(), Settings(max_tokens=8), Settings(max_tokens=None), Settings(cpu_isa="avx2"))
     assert len({settings.identity() for settings in different}) == 4
-    covered = {"max_tokens", "cpu_isa", "dump_dir", "cache_dir", "cuda_schedule", "vllm"}
+    covered = {"max_tokens", "cpu_isa", "dump_dir", "cache_dir", "cuda_schedule", "vllm", "vllm_humming"}
     assert {field.name for field in dataclasses.fields(Settings)} == covered, (
         "decide whether the new one is part of it"
     )

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 from importlib import metadata
 
+from mxk_compile.errors import InstallError
+from mxk_compile.integrations import humming
 from mxk_compile.settings import settings
 
 SUPPORTED = ("0.32",)
@@ -42,6 +44,11 @@ def unsupported() -> str | None:
 
 def register() -> None:
     """The entry point of `vllm.general_plugins`; may be called again. Raises nothing: a reason is logged instead."""
+    if settings.vllm_humming:
+        try:
+            humming.enable()
+        except InstallError as error:
+            _logger.warning("mxk_compile: %s", error)
     if not settings.vllm:
         return
     reason = unsupported()

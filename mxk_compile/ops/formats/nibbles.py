@@ -53,4 +53,5 @@ def as_words(packed: torch.Tensor) -> torch.Tensor:
         raise CallError(
             "packed weight", given, "a multiple of 4 for int32 storage", "keep the bytes as uint8"
         )
-    return packed.contiguous().view(torch.int32)
+    # Flat first: a dimension of length 1 may have any stride, which a view as wider elements would stumble over.
+    return packed.flatten().view(torch.int32).view(*packed.shape[:-1], packed.shape[-1] // 4)
