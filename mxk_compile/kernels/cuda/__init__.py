@@ -1,8 +1,9 @@
-"""CUDA kernels of `mxk::moe` for Hopper: the checkpoint's MXFP4 bytes, compiled where they run.
+"""CUDA kernels of `mxk::moe` and `mxk::project` for Hopper: the checkpoint's bytes, compiled where they run.
 
 moe_decode.cu   few rows an expert: the layer in one launch
 prefill.cu      many: tensor-core products of rows sorted by routing.cu
 build.py        sources to machine code; driver.py launches it; operands.py describes tensors to it
+grouped.py      `mxk::project`: one of those products by itself, rows brought by groups.cu
 schedule.py     which of them runs a call
 """
 
@@ -42,8 +43,8 @@ def unavailable() -> str | None:
 def supports(desc: MoEDesc) -> str | None:
     """None if `moe` runs calls of this description here, else the reason in one line."""
     sizes = desc.hidden_size, desc.intermediate_size
-    if desc.weight_format != "mxfp4":
-        reason = f"weight_format is {desc.weight_format!r}; allowed: 'mxfp4'"
+    if desc.pack_dim != "input":
+        reason = f"pack_dim is {desc.pack_dim!r}; allowed: 'input'"
     elif desc.dtype != torch.bfloat16:
         reason = f"hidden_states are {desc.dtype}; allowed: torch.bfloat16"
     elif any(size == 0 or size % 32 for size in sizes):
@@ -113,7 +114,8 @@ class Prepared:
             )
         self._device = device
         self._copies_x = hidden_states.stride(1) != 1
-        self._scales = scales.Watch((weights[1], weights[3]))
+        # Only MXFP4's unpacking depends on what scales hold.
+        self._scales = scales.Watch((weights[1], weights[3])) if desc.weight_format == "mxfp4" else None
         x = hidden_states.contiguous() if self._copies_x else hidden_states
         self._out: tuple[int, ...] | None = None
         if num_tokens == 0:
@@ -123,7 +125,8 @@ class Prepared:
         with torch.cuda.device(device):
             call = Call(
                 *(desc, Operands.of(desc, weights), alpha, math.inf if limit is None else limit, experts_min),
-                *(self._scales.small is True, device, num_tokens, x.stride(0), topk_ids.stride()),
+                *(self._scales is None or self._scales.small is True, device, num_tokens),
+                *(x.stride(0), topk_ids.stride()),
                 *(topk_weights.stride(), (topk_ids.element_size(), topk_ids.dtype.is_signed)),
                 FLOATS[topk_weights.dtype],
                 x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0,
@@ -137,7 +140,7 @@ class Prepared:
 
     def current(self, w13_scale: Weights, w2_scale: Weights) -> bool:
         """Whether what was found out about the scales still holds: their bytes may have changed in place."""
-        return self._scales.current(w13_scale, w2_scale)
+        return self._scales is None or self._scales.current(w13_scale, w2_scale)
 
     def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """`mxk::moe` with the layouts and weight addresses given before; raises KernelError if a launch fails."""

@@ -53,6 +53,44 @@ class Operand:
 ABSENT = Operand((0, 0, 0, 0), 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """What a packed weight is, to formats.cuh.
+
+    Attributes:
+        code: 0 MXFP4, 1 "uint4", 2 "int4".
+        scales: dtype of INT4's scales, of enum Dtype.
+        group_log: log2 of the columns that share a scale, 31 for a whole row.
+        zeros: whether there are zero points.
+    """
+
+    code: int
+    scales: int
+    group_log: int
+    zeros: bool
+
+    @classmethod
+    def of(cls, weight_format: str, scale: Operand, zero: Operand, group_size: int) -> Format:
+        """From a weight's arguments; group_size is that of `MoEDesc.group_sizes`."""
+        code = ("mxfp4", "uint4", "int4").index(weight_format)
+        group_log = _GROUP_LOGS.get(group_size, _WHOLE_ROW)
+        return cls(code, scale.dtype if code else 0, group_log, zero is not ABSENT)
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Of formats.cuh."""
+        return {
+            "MXK_FORMAT": self.code,
+            "MXK_SCALES": self.scales,
+            "MXK_GROUP_LOG": self.group_log,
+            "MXK_ZEROS": int(self.zeros),
+        }
+
+
+_GROUP_LOGS = {32: 5, 64: 6, 128: 7}
+_WHOLE_ROW = 31
+
+
 def operand(name: str, value: Weights | None, alignment: int) -> Operand:
     """Describes one weight argument; rows that are not dense or not on `alignment` bytes are copied.
 
@@ -107,6 +145,8 @@ class Operands:
     w2: Operand
     s2: Operand
     b2: Operand
+    z13: Operand
+    z2: Operand
     row_step: int
     gate_row: int
     up_row: int
@@ -115,11 +155,12 @@ class Operands:
     @classmethod
     def of(cls, desc: MoEDesc, weights: tuple[Any, ...]) -> Operands:
         """From the eight weight arguments of `mxk::moe` or `mxk::moe.lists`."""
-        w13, s13, w2, s2, _, _, b13, b2 = weights
+        w13, s13, w2, s2, z13, z2, b13, b2 = weights
         up_row = {"gate_up": desc.intermediate_size, "interleaved": 1}.get(desc.row_order, 0)
         return cls(
             *(operand("w13", w13, ALIGNMENT), operand("w13_scale", s13, 1), operand("w13_bias", b13, 1)),
             *(operand("w2", w2, ALIGNMENT), operand("w2_scale", s2, 1), operand("w2_bias", b2, 1)),
+            *(operand("w13_zero", z13, 1), operand("w2_zero", z2, 1)),
             row_step=2 if desc.row_order == "interleaved" else 1,
             gate_row=desc.intermediate_size if desc.row_order == "up_gate" else 0,
             up_row=up_row,
@@ -129,7 +170,8 @@ class Operands:
     @property
     def copied(self) -> bool:
         """Whether any of the weights had to be copied for this call."""
-        return any(part.copied for part in (self.w13, self.s13, self.b13, self.w2, self.s2, self.b2))
+        parts = (self.w13, self.s13, self.b13, self.w2, self.s2, self.b2, self.z13, self.z2)
+        return any(part.copied for part in parts)
 
     def aligned(self, desc: MoEDesc) -> bool:
         """Whether rows and scales lie as the bulk copies of the decode kernel want them."""

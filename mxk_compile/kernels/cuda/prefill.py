@@ -11,45 +11,47 @@ from torch import Tensor
 
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
-from mxk_compile.kernels.cuda.operands import OPERAND, Call, Operand, activation
+from mxk_compile.kernels.cuda.operands import OPERAND, Call, Format, Operand, activation
 from mxk_compile.kernels.desc import MoEDesc
 
 # Layouts of prefill.cu and routing.cu.
-_GEMM = struct.Struct(f"={OPERAND * 3}4Q10i2fi4x")
-_GEMM_CHANGING = ((struct.calcsize(f"={OPERAND * 3}"), struct.Struct("=4Q")),)
-_ROUTING = struct.Struct("=9Q6q15i4x")
-_ROUTING_CHANGING = ((0, struct.Struct("=9Q")),)
-_BLOCK, _ROW_BYTES = 64, 128  # columns of a block of activations, and its bytes a row
-_ROW_STEP = 16  # an expert's rows begin at multiples of it
-_GEMM_THREADS = 384
-_SORT_THREADS, _GATHER_WARPS, _SUM_THREADS = 1024, 4, 256
-_MOST_SIZES = 4
+GEMM = struct.Struct(f"={OPERAND * 4}5Qq10i2f2i")
+GEMM_CHANGING = ((struct.calcsize(f"={OPERAND * 4}"), struct.Struct("=5Q")),)
+ROUTING = struct.Struct("=10Q6q16i")
+ROUTING_CHANGING = ((0, struct.Struct("=10Q")),)
+BLOCK, ROW_BYTES = 64, 128  # columns of a block of activations, and its bytes a row
+ROW_STEP = 16  # an expert's rows begin at multiples of it
+GEMM_THREADS = 384
+SORT_THREADS, GATHER_WARPS, _SUM_THREADS = 1024, 4, 256
+MOST_SIZES = 4
 MOST_EXPERTS, MOST_TOP_K = 1024, 64
 _CHUNK_TOKENS = 16384
 """Tokens that one run handles: bounds the workspace, at 128 rows an expert and more of any model row."""
 
 
 @functools.cache
-def _products(tokens: int, scales_small: bool) -> tuple[Kernel, Kernel, int]:
-    """Gate/up and down products with tiles of at most `tokens` rows, and how many blocks a multiprocessor holds."""
-    library = Library(build("prefill.cu", {"MXK_TOKENS": tokens, "MXK_SCALES_SMALL": int(scales_small)}))
-    shared = library.constant("prefill_shared")
-    gate_up, down = (
-        Kernel(library.kernel(name), _GEMM, _GEMM_CHANGING, _GEMM_THREADS, shared, overlap=True)
-        for name in ("prefill_gate_up", "prefill_down")
-    )
-    return gate_up, down, library.constant("prefill_blocks")
+def library(tokens: int, weight: Format, scales_small: bool, project: bool) -> Library:
+    """prefill.cu for tiles of at most `tokens` rows: its products of a layer, or the one that stands by itself."""
+    macros = {"MXK_TOKENS": tokens, "MXK_PROJECT": int(project), "MXK_SCALES_SMALL": int(scales_small)}
+    return Library(build("prefill.cu", {**macros, **weight.macros}))
 
 
 @functools.cache
-def _routing() -> tuple[Kernel, Kernel, Kernel]:
-    library = Library(build("routing.cu", {}))
+def product(name: str, tokens: int, weight: Format, scales_small: bool) -> tuple[Kernel, int]:
+    """Kernel `name` of prefill.cu, and how many of its blocks a multiprocessor holds."""
+    module = library(tokens, weight, scales_small, name == "prefill_project")
+    shared = module.constant("prefill_shared")
+    kernel = Kernel(module.kernel(name), GEMM, GEMM_CHANGING, GEMM_THREADS, shared, overlap=True)
+    return kernel, module.constant("prefill_blocks")
+
+
+@functools.cache
+def routing() -> tuple[Kernel, Kernel, Kernel]:
+    module = Library(build("routing.cu", {}))
     return (
-        Kernel(library.kernel("prefill_sort"), _ROUTING, _ROUTING_CHANGING, _SORT_THREADS, overlap=True),
-        Kernel(
-            library.kernel("prefill_gather"), _ROUTING, _ROUTING_CHANGING, 32 * _GATHER_WARPS, overlap=True
-        ),
-        Kernel(library.kernel("prefill_sum"), _ROUTING, _ROUTING_CHANGING, _SUM_THREADS, overlap=True),
+        Kernel(module.kernel("prefill_sort"), ROUTING, ROUTING_CHANGING, SORT_THREADS, overlap=True),
+        Kernel(module.kernel("prefill_gather"), ROUTING, ROUTING_CHANGING, 32 * GATHER_WARPS, overlap=True),
+        Kernel(module.kernel("prefill_sum"), ROUTING, ROUTING_CHANGING, _SUM_THREADS, overlap=True),
     )
 
 
@@ -71,17 +73,17 @@ class _Space:
     def of(cls, desc: MoEDesc, num_tokens: int, most_rows: int) -> _Space:
         routes = num_tokens * desc.top_k
         # Each expert that has routes is rounded up.
-        total = routes + (_ROW_STEP - 1) * min(desc.num_experts, routes)
-        total_rows = -(-total // _ROW_STEP) * _ROW_STEP
+        total = routes + (ROW_STEP - 1) * min(desc.num_experts, routes)
+        total_rows = -(-total // ROW_STEP) * ROW_STEP
         most_tiles = total_rows // most_rows + desc.num_experts
         # A tile of the last rows is read whole.
-        slack = most_rows * _ROW_BYTES
-        x_bytes = -(-desc.hidden_size // _BLOCK) * total_rows * _ROW_BYTES + slack
-        h_bytes = -(-desc.intermediate_size // _BLOCK) * total_rows * _ROW_BYTES + slack
+        slack = most_rows * ROW_BYTES
+        x_bytes = -(-desc.hidden_size // BLOCK) * total_rows * ROW_BYTES + slack
+        h_bytes = -(-desc.intermediate_size // BLOCK) * total_rows * ROW_BYTES + slack
         y_bytes = total_rows * desc.hidden_size * 4
         offsets, at = [], 0
         # Y overwrites X, which nobody reads any more.
-        for size in (max(x_bytes, y_bytes), h_bytes, most_tiles * 16 * _MOST_SIZES, 256, 4 * routes):
+        for size in (max(x_bytes, y_bytes), h_bytes, most_tiles * 16 * MOST_SIZES, 256, 4 * routes):
             offsets.append(at)
             at += -(-size // 1024) * 1024
         xy, h, tiles, num_tiles, row_of_route = offsets
@@ -96,9 +98,9 @@ class _Part:
         self.num_tokens, self.routes = num_tokens, num_tokens * desc.top_k
         self.space = space = _Space.of(desc, num_tokens, sizes[-1])
         hidden, intermediate = desc.hidden_size, desc.intermediate_size
-        all_sizes = (*sizes, *(0,) * (_MOST_SIZES - len(sizes)))
-        self.routing = _ROUTING.pack(
-            *(0,) * 9,
+        all_sizes = (*sizes, *(0,) * (MOST_SIZES - len(sizes)))
+        self.routing = ROUTING.pack(
+            *(0,) * 10,
             *(*call.ids_stride, *call.weights_stride, call.x_stride, call.experts_min),
             *(
                 num_tokens,
@@ -109,24 +111,25 @@ class _Part:
                 space.most_tiles,
                 *all_sizes,
             ),
-            *(*call.ids_type, call.weights_type, call.x_aligned, desc.per_route),
+            *(*call.ids_type, call.weights_type, call.x_aligned, desc.per_route, desc.top_k),
         )
         gate_up = (operands.row_step, operands.gate_row, operands.up_row, operands.up_expert)
         kind = activation(desc)
 
-        def product(
+        def pack(
             parts: tuple[Operand, ...], inputs: int, outputs: int, rows: tuple[int, ...], chained: bool
         ) -> bytes:
-            return _GEMM.pack(
+            return GEMM.pack(
                 *(field for part in parts for field in part.fields),
-                *(0, 0, 0, 0, space.total_rows, -(-inputs // _BLOCK), inputs // 32, outputs, *rows),
-                *(parts[2].dtype, kind, call.alpha, call.limit, chained),
+                *(0, 0, 0, 0, 0, 0, space.total_rows, -(-inputs // BLOCK), inputs, outputs, *rows),
+                *(parts[3].dtype, kind, call.alpha, call.limit, chained, 0),
             )
 
-        w13, w2 = (operands.w13, operands.s13, operands.b13), (operands.w2, operands.s2, operands.b2)
+        w13 = (operands.w13, operands.s13, operands.z13, operands.b13)
+        w2 = (operands.w2, operands.s2, operands.z2, operands.b2)
         self.products = [
-            [product(w13, hidden, intermediate, gate_up, chained) for chained in (False, True)],
-            [product(w2, intermediate, hidden, (1, 0, 0, 0), chained) for chained in (False, True)],
+            [pack(w13, hidden, intermediate, gate_up, chained) for chained in (False, True)],
+            [pack(w2, intermediate, hidden, (1, 0, 0, 0), chained) for chained in (False, True)],
         ]
 
 
@@ -135,12 +138,21 @@ class Prefill:
 
     Args:
         call: that `supports` accepts.
-        sizes: rows of a tile, at most 4, multiples of 16 up to 128, ascending.
+        sizes: rows of a tile, at most 4, multiples of 16 up to 176, ascending.
     """
 
     def __init__(self, call: Call, sizes: tuple[int, ...]) -> None:
         self._call = call
-        self._kernels = [_products(size, call.scales_small) for size in sizes]
+        desc, operands = call.desc, call.operands
+        formats = (
+            Format.of(desc.weight_format, operands.s13, operands.z13, desc.group_sizes[0]),
+            Format.of(desc.weight_format, operands.s2, operands.z2, desc.group_sizes[1]),
+        )
+        names = ("prefill_gate_up", "prefill_down")
+        self._kernels = [
+            [product(name, size, weight, call.scales_small) for size in sizes]
+            for name, weight in zip(names, formats, strict=True)
+        ]
         whole, rest = divmod(call.num_tokens, _CHUNK_TOKENS)
         counts = [_CHUNK_TOKENS] * whole + [rest] * (rest > 0)
         parts = {count: _Part(call, sizes, count) for count in set(counts)}
@@ -172,19 +184,19 @@ class Prefill:
                 base + space.x,
                 out.data_ptr(),
             ),
-            *(base + space.row_of_route, tiles, num_tiles),
+            *(base + space.row_of_route, tiles, num_tiles, 0),
         )
-        sort, gather, sum_slots = _routing()
+        sort, gather, sum_slots = routing()
         sort.launch(device, stream, 1, part.routing, addresses)
-        gather.launch(device, stream, -(-part.routes // _GATHER_WARPS), part.routing, addresses)
+        gather.launch(device, stream, -(-part.routes // GATHER_WARPS), part.routing, addresses)
         processors = multiprocessors(device)
         for which, rows, result in ((0, space.x, space.h), (1, space.h, space.y)):
-            last = len(self._kernels) - 1
-            for index in range(last, -1, -1):  # the largest tiles first
-                of_size = (tiles + 16 * index * space.most_tiles, num_tiles + 4 * index)
-                argument = part.products[which][index != last]
-                changes = (base + rows, base + result, *of_size)
-                gate_up, down, blocks = self._kernels[index]
-                kernel = down if which else gate_up
-                kernel.launch(device, stream, blocks * processors, argument, changes)
+            kernels = self._kernels[which]
+            for index in range(len(kernels) - 1, -1, -1):  # the largest tiles first
+                of_size = (tiles + 16 * index * space.most_tiles, num_tiles + 4 * index, 0)
+                argument = part.products[which][index != len(kernels) - 1]
+                kernel, blocks = kernels[index]
+                kernel.launch(
+                    device, stream, blocks * processors, argument, (base + rows, base + result, *of_size)
+                )
         sum_slots.launch(device, stream, part.num_tokens, part.routing, addresses)

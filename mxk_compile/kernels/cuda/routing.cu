@@ -6,16 +6,10 @@
 //
 // Sorting is a counting sort in one block: the counts of the experts are in shared memory, and nothing goes to the host.
 // The order of rows inside an expert depends on the run; no result does, as each row is a column of its own in the
-// products. Expert regions begin at multiples of 16 rows (WGMMA's step of N, and 8 for the swizzle).
-// Tiles: an expert's rows are divided evenly over as few tiles as the largest size allows, each of the smallest size
-// that holds it; a kernel of prefill.cu runs each size's list. (Whole tiles and a small one for the rest were slower.)
-#include "call.cuh"
+// products.
+#include "rows.cuh"
 
-constexpr int SORT_THREADS = 1024;
 constexpr int MOST_EXPERTS = 1024;  // one a thread
-constexpr int MOST_SIZES = 4;
-constexpr int ROW_STEP = 16;
-constexpr int GATHER_WARPS = 4;
 constexpr int SUM_THREADS = 256;
 constexpr int MOST_TOP_K = 64;
 
@@ -29,6 +23,7 @@ struct Routing {
   i32* row_of_route;    // -1: not here
   int4* tiles;          // [sizes][most_tiles]
   i32* num_tiles;       // [sizes]
+  i32* target;          // route of each row, -1 for none; null where nobody asks
   i64 ids_stride[2], weights_stride[2];  // elements
   i64 x_stride;                          // elements
   i64 experts_min;
@@ -36,6 +31,7 @@ struct Routing {
   i32 total_rows, most_tiles;
   i32 sizes[MOST_SIZES];  // ascending, 0 = none
   i32 id_bytes, id_signed, weights_dtype, x_aligned, per_route;
+  i32 routes_a_row;  // of x
 };
 
 __device__ __forceinline__ i64 load_id(const u8* ids, i64 index, i32 bytes, i32 is_signed) {
@@ -60,23 +56,6 @@ __device__ __forceinline__ int local_expert(const Routing& p, int route) {
   return expert >= 0 && expert < p.experts ? static_cast<int>(expert) : -1;
 }
 
-// Sum of the values of all threads with a lower index.
-__device__ __forceinline__ int exclusive_sum(int value, int* of_warps) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = value;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += other;
-  }
-  __syncthreads();  // of_warps may still be read
-  if (lane == 31) of_warps[warp] = sum;
-  __syncthreads();
-  int before = 0;
-  for (int i = 0; i < warp; ++i) before += of_warps[i];
-  return before + sum - value;
-}
-
 extern "C" __global__ void __launch_bounds__(SORT_THREADS) prefill_sort(const __grid_constant__ Routing p) {
   __shared__ int counts[MOST_EXPERTS], of_warps[SORT_THREADS / 32], lists[MOST_SIZES];
   wait_for_earlier_kernels();
@@ -93,19 +72,9 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) prefill_sort(const __
   const int count = counts[threadIdx.x];
   const int padded = (count + ROW_STEP - 1) / ROW_STEP * ROW_STEP;
   const int first = exclusive_sum(padded, of_warps);
-  if (count > 0) {
-    int most = p.sizes[0];
-#pragma unroll
-    for (int i = 1; i < MOST_SIZES; ++i) most = p.sizes[i] ? p.sizes[i] : most;
-    const int tiles = (padded + most - 1) / most;
-    const int step = ((padded + tiles - 1) / tiles + ROW_STEP - 1) / ROW_STEP * ROW_STEP;
-    int size = 0;
-    while (p.sizes[size] < step) ++size;
-    const int at = atomicAdd(&lists[size], tiles);
-    for (int i = 0; i < tiles; ++i)
-      p.tiles[size * p.most_tiles + at + i] =
-          make_int4(threadIdx.x, first + i * step, min(step, padded - i * step), 0);
-  }
+  if (count > 0) make_tiles(p.tiles, lists, p.sizes, p.most_tiles, threadIdx.x, first, padded);
+  if (p.target != nullptr)
+    for (int row = first + count; row < first + padded; ++row) p.target[row] = -1;
   counts[threadIdx.x] = first;  // from here on the next free row
   __syncthreads();
   if (threadIdx.x < MOST_SIZES) p.num_tiles[threadIdx.x] = lists[threadIdx.x];
@@ -117,47 +86,17 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) prefill_sort(const __
   let_later_kernels_start();
 }
 
-// A warp a route. Eight lanes hold a block of 64 columns, 16 bytes each; the permutation is an exchange of 4-byte pairs
-// (column j, column j + 4), through shared memory.
 extern "C" __global__ void __launch_bounds__(32 * GATHER_WARPS) prefill_gather(const __grid_constant__ Routing p) {
-  __shared__ uint4 exchange[GATHER_WARPS][4 * 10];  // 8 lanes' words and 8 words of padding a block: no bank twice
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __shared__ Exchange exchange[GATHER_WARPS];
+  const int warp = threadIdx.x / 32;
   const int route = blockIdx.x * GATHER_WARPS + warp;
   wait_for_earlier_kernels();
   if (route >= p.tokens * p.top_k) return;
   const int row = p.row_of_route[route];
   if (row < 0) return;
-  const u16* x = reinterpret_cast<const u16*>(p.x) + route / p.top_k * p.x_stride;
-  const int chunks = (p.hidden + 63) / 64 * 8;
-  u32* words = reinterpret_cast<u32*>(exchange[warp] + lane / 8 * 10);
-  const int c = lane % 8, unit = c / 4, pair = c % 4;
-  for (int first = 0; first < chunks; first += 32) {
-    const int chunk = first + lane;
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (chunk * 8 < p.hidden) {
-      if (p.x_aligned) {
-        v = *reinterpret_cast<const uint4*>(x + chunk * 8);
-      } else {
-        u32 values[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) values[i] = x[chunk * 8 + i];
-        v = make_uint4(values[0] | values[1] << 16, values[2] | values[3] << 16, values[4] | values[5] << 16,
-                       values[6] | values[7] << 16);
-      }
-    }
-    __syncwarp();
-    *reinterpret_cast<uint4*>(words + 4 * c) =
-        make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-                   __byte_perm(v.y, v.w, 0x7632));  // pairs 0..3 of this lane's eight columns
-    __syncwarp();
-    // Chunk c of the block takes pair c % 4 of columns 16q + 8 (c / 4) ..., q = 0..3.
-    v = make_uint4(words[4 * unit + pair], words[4 * (2 + unit) + pair], words[4 * (4 + unit) + pair],
-                   words[4 * (6 + unit) + pair]);
-    if (chunk < chunks) {
-      u8* target = p.rows + (static_cast<i64>(chunk / 8) * p.total_rows + row) * 128;
-      *reinterpret_cast<uint4*>(target + (c ^ (row & 7)) * 16) = v;
-    }
-  }
+  if (p.target != nullptr && threadIdx.x % 32 == 0) p.target[row] = route;
+  const u16* x = reinterpret_cast<const u16*>(p.x) + static_cast<i64>(route / p.routes_a_row) * p.x_stride;
+  copy_row(x, p.x_aligned, p.hidden, p.rows, p.total_rows, row, exchange[warp]);
 }
 
 extern "C" __global__ void __launch_bounds__(SUM_THREADS) prefill_sum(const __grid_constant__ Routing p) {

@@ -17,7 +17,8 @@ from mxk_compile.settings import settings
 DECODE_ROUTES = (64, 256, 1024)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
 _SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of moe_decode.cu
-_TILE_SIZES = range(16, 129, 16)  # of the prefill kernel
+_TILE_SIZES = range(16, 177, 16)  # of the prefill kernel
+_LARGEST = 128  # of tiles that are chosen for calls
 _MOST_SIZES = 4
 _DECODE_NAMES = ("warps", "groups", "stages", "tiles13", "tiles2", "column_tiles", "max_routes")
 
@@ -100,6 +101,8 @@ def heuristic(problem: Problem) -> Schedule:
     The decode kernel unpacks an expert's bytes again for every eight of its rows: with more rows, prefill.
     """
     rows = problem.rows_per_expert
+    if problem.weight_format != "mxfp4":
+        return Schedule("prefill", sizes=prefill_sizes(rows))
     if rows <= _DECODE_ROWS or (rows <= _COLUMNS and problem.num_tokens <= _DECODE_TOKENS):
         for split in DECODE_SPLITS:
             macros = decode_macros(problem, split)
@@ -170,13 +173,18 @@ def prefill_sizes(rows: float) -> tuple[int, ...]:
     found = set()
     for count in range(max(1, int(rows - spread)), int(rows + spread) + 17, 16):
         padded = -(-count // 16) * 16
-        tiles = -(-padded // _TILE_SIZES[-1])
+        tiles = -(-padded // _LARGEST)
         found.add(-(-padded // (16 * tiles)) * 16)
     # The largest must be there: it sets the number of tiles. Few launches: of the others, what lies highest.
     sizes = sorted(found)[-3:]
-    if rows > _TILE_SIZES[-1] / 2 and sizes[-1] != _TILE_SIZES[-1]:
-        sizes = [*sizes[-2:], _TILE_SIZES[-1]]
+    if rows > _LARGEST / 2 and sizes[-1] != _LARGEST:
+        sizes = [*sizes[-2:], _LARGEST]
     return tuple(sizes)
+
+
+def project_sizes(rows: float) -> tuple[int, ...]:
+    """Tile sizes of a projection for experts with about this many rows."""
+    return prefill_sizes(rows)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,7 +201,7 @@ def _forced(text: str) -> Schedule:
         return Schedule.parse(text)
     except ValueError as error:
         names = ", ".join(_DECODE_NAMES)
-        allowed = f"'prefill:SIZE/...' with SIZE of 16..128 in 16s, or 'decode:NAME=N,...' of {names}"
+        allowed = f"'prefill:SIZE/...' with SIZE of 16..176 in 16s, or 'decode:NAME=N,...' of {names}"
         raise SettingsError("MXK_CUDA_SCHEDULE", repr(text), allowed, "correct or unset it") from error
 
 

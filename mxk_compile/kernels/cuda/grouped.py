@@ -1,0 +1,285 @@
+"""`mxk::project` on CUDA: one expert GEMM of prefill.cu, for rows that routing.cu or groups.cu bring together.
+
+Three launches and one more for each further tile size: a plan (rows of each expert, tiles), a gather of x into
+prefill.cu's blocks, and the product, which writes each row of `out` where the caller wants it. Nothing is read back, so
+that a CUDA graph holds it; rows of `out` that no expert has are not written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import struct
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxk_compile.kernels.cuda import prefill, scales
+from mxk_compile.kernels.cuda.build import build
+from mxk_compile.kernels.cuda.driver import Kernel, Library, maker, multiprocessors
+from mxk_compile.kernels.cuda.operands import ABSENT, ALIGNMENT, Format, Operand, operand
+from mxk_compile.kernels.cuda.prefill import BLOCK, GATHER_WARPS, MOST_SIZES, ROW_BYTES, ROW_STEP
+from mxk_compile.kernels.cuda.schedule import project_sizes
+from mxk_compile.ops.project import GROUP_ROWS, NUM_ROUTING
+
+# struct Rows of groups.cu.
+_GROUPS = struct.Struct("=9Q2q15i4x")
+_GROUPS_CHANGING = ((0, struct.Struct("=9Q")),)
+_KINDS = {"sorted": 0, "contiguous": 1, "masked": 2}
+_MOST_BLOCKS = 32768  # whose counts fit into shared memory
+_MOST_PREPARED = 4096
+_ROUTES_WEIGHTS = (0, 0)  # router weights have no part in a projection
+
+
+def refusal(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> str | None:
+    """None if `project` runs a call that `check_project` accepts on a device that runs the kernels, else the reason."""
+    routing, (weight, *_) = args[: NUM_ROUTING[overload]], args[NUM_ROUTING[overload] :]
+    num_experts, columns = weight.shape[0], x.shape[-1]
+    if attributes.get("pack_dim", "input") != "input":
+        reason = "pack_dim is 'output'; allowed: 'input'"
+    elif x.dtype != torch.bfloat16:
+        reason = f"x is {x.dtype}; allowed: torch.bfloat16"
+    elif columns == 0 or columns % 32:
+        reason = f"K = {columns}; allowed: multiples of 32 above 0"
+    elif num_experts > prefill.MOST_EXPERTS:
+        reason = f"E = {num_experts}; allowed: up to {prefill.MOST_EXPERTS}"
+    elif overload != "routes" and _blocks(overload, num_experts, routing, attributes)[2] > _MOST_BLOCKS:
+        reason = f"more than {_MOST_BLOCKS} blocks of rows; allowed: so many"
+    else:
+        return None
+    return f"CUDA kernels: {reason}"
+
+
+def _blocks(
+    overload: str, num_experts: int, routing: tuple[Tensor, ...], attributes: dict[str, Any]
+) -> tuple[int, int, int]:
+    """Places, places of a block, and blocks of groups.cu; the first two are 0 for "masked": they are rows of out."""
+    if overload == "masked":
+        return 0, 0, num_experts
+    places = len(routing[0])
+    if overload == "contiguous":
+        return places, GROUP_ROWS, places // GROUP_ROWS
+    size = attributes["block_size"]
+    return places, size, min(-(-places // size), len(routing[1]))
+
+
+def project(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> None:
+    """`mxk::project` on torch's current stream, for calls that `refusal` has no reason against.
+
+    Args:
+        overload: of OVERLOADS in ops/project.py.
+        out: [R, N] bf16, any row stride.
+        x: bf16 rows as the overload says, any stride.
+        args: routing tensors of the overload, then weight, scale and zero, as in ops/project.py.
+        attributes: as in the schema.
+
+    Raises:
+        KernelError: sources do not compile, or a launch fails.
+    """
+    count = NUM_ROUTING[overload]
+    routing, weights = args[:count], args[count:]
+    key = (
+        *(overload, out.get_device(), out.shape, out.stride(), out.data_ptr() % ALIGNMENT),
+        *(x.shape, x.stride(), x.data_ptr() % ALIGNMENT),
+        *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in routing),
+        *(None if w is None else (w.data_ptr(), w.shape, w.stride(), w.dtype) for w in weights),
+        *attributes.items(),
+    )
+    call = _prepared.get(key)
+    if call is None or not call.current(weights[1]):
+        call = _Projection(overload, out, x, routing, weights, attributes)
+        if call.reusable:
+            if len(_prepared) >= _MOST_PREPARED:
+                _prepared.clear()
+            _prepared[key] = call
+    call(out, x, routing)
+
+
+_prepared: dict[Any, _Projection] = {}
+"""Calls seen so far, by all that they hold on to."""
+
+
+@functools.cache
+def _groups() -> tuple[Kernel, Kernel]:
+    module = Library(build("groups.cu", {}))
+    plan, gather = (
+        Kernel(module.kernel(name), _GROUPS, _GROUPS_CHANGING, threads, shared, overlap=True)
+        for name, threads, shared in (
+            ("groups_plan", prefill.SORT_THREADS, 4 * _MOST_BLOCKS),
+            ("groups_gather", 32 * GATHER_WARPS, 0),
+        )
+    )
+    return plan, gather
+
+
+@dataclasses.dataclass(frozen=True)
+class _Space:
+    """Offsets in bytes of a call's workspace."""
+
+    total_rows: int
+    most_tiles: int
+    x: int
+    of_blocks: int
+    target: int
+    tiles: int
+    num_tiles: int
+    size: int
+
+    @classmethod
+    def of(cls, rows: int, runs: int, block_bytes: int, columns: int, most_rows: int) -> _Space:
+        """For so many rows with padding, runs of rows of an expert, and bytes about blocks or routes, at most."""
+        total_rows = -(-rows // ROW_STEP) * ROW_STEP
+        most_tiles = total_rows // most_rows + runs
+        # A tile of the last rows is read whole.
+        x_bytes = -(-columns // BLOCK) * total_rows * ROW_BYTES + most_rows * ROW_BYTES
+        offsets, at = [], 0
+        for size in (
+            x_bytes,
+            block_bytes,
+            4 * (total_rows + most_rows),
+            most_tiles * 16 * MOST_SIZES,
+            4 * MOST_SIZES,
+        ):
+            offsets.append(at)
+            at += -(-size // 1024) * 1024
+        x, of_blocks, target, tiles, num_tiles = offsets
+        return cls(total_rows, most_tiles, x, of_blocks, target, tiles, num_tiles, at)
+
+
+class _Projection:
+    """A call described once, for as long as layouts and weight addresses are the same."""
+
+    def __init__(
+        self,
+        overload: str,
+        out: Tensor,
+        x: Tensor,
+        routing: tuple[Tensor, ...],
+        weights: tuple[Any, ...],
+        attributes: dict[str, Any],
+    ) -> None:
+        weight, scale, *rest = weights
+        zero = rest[0] if rest else None
+        device = out.get_device()
+        weight_format = attributes["weight_format"]
+        self._device, self._overload = device, overload
+        self._scales = scales.Watch((scale,)) if weight_format == "mxfp4" else None
+        num_experts, columns, (num_rows, outputs) = len(weight), x.shape[-1], out.shape
+        self._copies_x, self._copies_out = x.stride(-1) != 1, out.stride(1) != 1
+        self._empty = num_rows == 0 or x.numel() == 0
+        self._parts: tuple[Operand, ...] = (
+            operand("weight", weight, ALIGNMENT),
+            operand("scale", scale, 1),
+            operand("zero", zero, 1),
+            ABSENT,
+        )
+        self.reusable = not any(part.copied for part in self._parts)
+        if self._empty:
+            return
+        top_k = attributes.get("top_k", 1)
+        mean = attributes["expected_m"] if overload == "masked" else num_rows / num_experts
+        sizes = project_sizes(mean)
+        with torch.cuda.device(device):
+            format_ = Format.of(weight_format, self._parts[1], self._parts[2], columns // scale.shape[-1])
+            small = self._scales is None or self._scales.small is True
+            self._kernels = [prefill.product("prefill_project", size, format_, small) for size in sizes]
+        x_stride, x_outer = x.stride(-2), x.stride(0) if x.dim() == 3 else 0
+        if self._copies_x:
+            x_stride, x_outer = columns, columns * (x.shape[1] if x.dim() == 3 else 0)
+        aligned = self._copies_x or (
+            x.data_ptr() % ALIGNMENT == 0 and all(stride % 8 == 0 for stride in (x_stride, x_outer))
+        )
+        all_sizes = (*sizes, *(0,) * (MOST_SIZES - len(sizes)))
+        if overload == "routes":
+            self._places = num_rows
+            runs = min(num_experts, num_rows)
+            rows = num_rows + (ROW_STEP - 1) * runs
+            self._space = space = _Space.of(rows, runs, 4 * num_rows, columns, sizes[-1])
+            (ids,) = routing
+            self._rows = prefill.ROUTING.pack(
+                *(0,) * 10,
+                *(*ids.stride(), *_ROUTES_WEIGHTS, x_stride, attributes.get("experts_min", 0)),
+                *(*ids.shape, num_experts, columns, space.total_rows, space.most_tiles, *all_sizes),
+                *(ids.element_size(), ids.dtype.is_signed, 0, aligned, 0, top_k),
+            )
+        else:
+            places, block_size, blocks = _blocks(overload, num_experts, routing, attributes)
+            if overload == "masked":
+                places, block_size = num_rows, num_rows // num_experts
+                if x.dim() == 2:
+                    x_outer = block_size * x_stride
+            self._places = places
+            # Each block may be rounded up, where it does not end on a whole step.
+            rows = places + (ROW_STEP - 1) * (blocks if block_size % ROW_STEP else 0)
+            self._space = space = _Space.of(rows, blocks, 8 * blocks, columns, sizes[-1])
+            self._rows = _GROUPS.pack(
+                *(0,) * 9,
+                *(x_stride, x_outer, _KINDS[overload], places, block_size, blocks, num_experts),
+                *(num_rows, top_k, columns, space.total_rows, space.most_tiles, *all_sizes, aligned),
+            )
+        out_stride = outputs if self._copies_out else out.stride(0)
+        wide = self._copies_out or out.data_ptr() % ALIGNMENT == 0
+        self._products = [
+            prefill.GEMM.pack(
+                *(field for part in self._parts for field in part.fields),
+                *(0, 0, 0, 0, 0, out_stride, space.total_rows, -(-columns // BLOCK), columns, outputs),
+                *(1, 0, 0, 0, 0, 0, 0.0, 0.0, chained, wide and out_stride % 8 == 0),
+            )
+            for chained in (False, True)
+        ]
+        self._new_workspace = maker((space.size,), torch.uint8)
+
+    def current(self, scale: Tensor) -> bool:
+        """Whether what was found out about the scales still holds: their bytes may have changed in place."""
+        return self._scales is None or self._scales.current(scale)
+
+    def __call__(self, out: Tensor, x: Tensor, routing: tuple[Tensor, ...]) -> None:
+        """Writes `out`; layouts are those given before."""
+        if self._empty:
+            return
+        if torch._C._cuda_getDevice() == self._device:
+            return self._run(out, x, routing)
+        with torch.cuda.device(self._device):
+            self._run(out, x, routing)
+
+    def _run(self, out: Tensor, x: Tensor, routing: tuple[Tensor, ...]) -> None:
+        device, space = self._device, self._space
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        x = x.contiguous() if self._copies_x else x
+        result = out.contiguous() if self._copies_out else out  # with what it holds: not every row is written
+        workspace = self._new_workspace()
+        base = workspace.data_ptr()
+        tiles, num_tiles, target = base + space.tiles, base + space.num_tiles, base + space.target
+        rows, of_blocks = base + space.x, base + space.of_blocks
+        if self._overload != "routes":
+            routing = tuple(tensor.contiguous() for tensor in routing)
+        first = routing[0].data_ptr()
+        if self._overload == "routes":
+            plan, gather, _ = prefill.routing()
+            where: tuple[int, ...] = (
+                first,
+                first,
+                x.data_ptr(),
+                0,
+                rows,
+                0,
+                of_blocks,
+                tiles,
+                num_tiles,
+                target,
+            )
+        else:
+            plan, gather = _groups()
+            more = [tensor.data_ptr() for tensor in routing[1:]] or [0, 0]
+            where = (first, *more, x.data_ptr(), rows, of_blocks, target, tiles, num_tiles)
+        plan.launch(device, stream, 1, self._rows, where)
+        gather.launch(device, stream, -(-self._places // GATHER_WARPS), self._rows, where)
+        processors = multiprocessors(device)
+        for index in range(len(self._kernels) - 1, -1, -1):  # the largest tiles first
+            kernel, blocks = self._kernels[index]
+            of_size = (tiles + 16 * index * space.most_tiles, num_tiles + 4 * index, target)
+            argument = self._products[index != len(self._kernels) - 1]
+            kernel.launch(device, stream, blocks * processors, argument, (rows, result.data_ptr(), *of_size))
+        if self._copies_out:
+            out.copy_(result)

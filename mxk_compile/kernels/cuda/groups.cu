@@ -1,0 +1,115 @@
+// Rows that the caller has sorted by expert (overloads "sorted", "contiguous" and "masked" of ops/project.py), brought to
+// where prefill.cu wants them.
+//
+//   groups_plan     blocks of places -> first row of each block, tiles of each tile size
+//   groups_gather   x[source(place)] -> X[row], in prefill.cu's blocks of 64 permuted columns, and the target of each row
+//
+// A block is `block_size` places of one expert: of sorted_token_ids, of the 128 rows of a group, or the max_m rows of an
+// expert. Places at its end that hold nothing are left out; consecutive full blocks of an expert are one run, so that
+// tiles do not depend on the caller's block size. One block of threads plans: the counts are in shared memory, and
+// nothing goes to the host. Limits: as many blocks as counts fit there, 32768 (grouped.py).
+#include "rows.cuh"
+
+enum Groups : i32 { SORTED, CONTIGUOUS, MASKED };
+
+struct Rows {
+  const i32* first;    // sorted_token_ids, m_indices or masked_m
+  const i32* experts;  // sorted: expert_ids
+  const i32* count;    // sorted: num_tokens_post_padded
+  const u8* x;
+  u8* rows;            // X in blocks
+  int2* of_block;      // first row, and places that have one
+  i32* target;         // row of out of each row, -1 for none
+  int4* tiles;         // [sizes][most_tiles]
+  i32* num_tiles;      // [sizes]
+  i64 x_stride, x_outer;  // elements; masked: from expert to expert
+  i32 kind;
+  i32 places, block_size, blocks, num_experts;
+  i32 num_rows, top_k;  // of out, and how many of them read a row of x
+  i32 columns, total_rows, most_tiles;
+  i32 sizes[MOST_SIZES];
+  i32 x_aligned;
+};
+
+// Row of out at a place, -1 for none.
+__device__ __forceinline__ int row_at(const Rows& p, int place) {
+  const int value = p.first[place];
+  if (p.kind == CONTIGUOUS) return value >= 0 && value < p.num_experts ? place : -1;
+  return value >= 0 && value < p.num_rows ? value : -1;
+}
+
+extern "C" __global__ void __launch_bounds__(SORT_THREADS) groups_plan(const __grid_constant__ Rows p) {
+  extern __shared__ int used[];  // places of a block up to its last that holds something
+  __shared__ int of_warps[SORT_THREADS / 32], lists[MOST_SIZES];
+  wait_for_earlier_kernels();
+  const int counting = p.kind == SORTED ? min(p.places, max(0, *p.count)) : p.places;
+  for (int block = threadIdx.x; block < p.blocks; block += SORT_THREADS)
+    used[block] = p.kind == MASKED ? min(max(p.first[block], 0), p.block_size) : 0;
+  if (threadIdx.x < MOST_SIZES) lists[threadIdx.x] = 0;
+  __syncthreads();
+  if (p.kind != MASKED) {
+#pragma unroll 4
+    for (int place = threadIdx.x; place < counting; place += SORT_THREADS)
+      if (place / p.block_size < p.blocks && row_at(p, place) >= 0) atomicMax(&used[place / p.block_size], place % p.block_size + 1);
+  }
+  __syncthreads();
+  const auto expert_of = [&](int block) {
+    if (p.kind == MASKED) return block;
+    return p.kind == CONTIGUOUS ? p.first[block * p.block_size] : p.experts[block];
+  };
+  for (int block = threadIdx.x; block < p.blocks; block += SORT_THREADS) {
+    if (used[block] == 0) continue;
+    const int expert = expert_of(block);
+    if (expert < 0 || expert >= p.num_experts) used[block] = 0;
+  }
+  __syncthreads();
+  // Each thread takes a stretch of blocks, and the runs that begin there.
+  const int stretch = (p.blocks + SORT_THREADS - 1) / SORT_THREADS;
+  const int begin = min(p.blocks, static_cast<int>(threadIdx.x) * stretch), end = min(p.blocks, begin + stretch);
+  const auto continues = [&](int block) {  // whether a block belongs to the run of the one before
+    return block > 0 && block < p.blocks && used[block] > 0 && used[block - 1] == p.block_size &&
+           expert_of(block) == expert_of(block - 1);
+  };
+  const auto padded_rows = [&](int block, int& last) {
+    int rows = used[block];
+    for (last = block + 1; continues(last); ++last) rows += used[last];
+    return (rows + ROW_STEP - 1) / ROW_STEP * ROW_STEP;
+  };
+  int mine = 0, last;
+  for (int block = begin; block < end; ++block)
+    if (used[block] > 0 && !continues(block)) mine += padded_rows(block, last);
+  int first = exclusive_sum(mine, of_warps);
+  for (int block = begin; block < end; ++block) {
+    if (used[block] == 0) p.of_block[block] = make_int2(0, 0);
+    if (used[block] == 0 || continues(block)) continue;
+    const int padded = padded_rows(block, last);
+    int at = first;
+    for (int i = block; i < last; at += used[i], ++i) p.of_block[i] = make_int2(at, used[i]);
+    for (; at < first + padded; ++at) p.target[at] = -1;
+    make_tiles(p.tiles, lists, p.sizes, p.most_tiles, expert_of(block), first, padded);
+    first += padded;
+  }
+  __syncthreads();
+  if (threadIdx.x < MOST_SIZES) p.num_tiles[threadIdx.x] = lists[threadIdx.x];
+  let_later_kernels_start();
+}
+
+// A warp a place.
+extern "C" __global__ void __launch_bounds__(32 * GATHER_WARPS) groups_gather(const __grid_constant__ Rows p) {
+  __shared__ Exchange exchange[GATHER_WARPS];
+  const int warp = threadIdx.x / 32;
+  const int place = blockIdx.x * GATHER_WARPS + warp;
+  wait_for_earlier_kernels();
+  if (place >= p.places || (p.kind == SORTED && place >= *p.count)) return;
+  const int block = place / p.block_size, inside = place - block * p.block_size;
+  if (block >= p.blocks) return;
+  const int2 of_block = p.of_block[block];
+  if (inside >= of_block.y) return;
+  const int row = of_block.x + inside, target = p.kind == MASKED ? place : row_at(p, place);
+  if (threadIdx.x % 32 == 0) p.target[row] = target;
+  if (target < 0) return;
+  const i64 at = p.kind == MASKED ? block * p.x_outer + inside * p.x_stride
+                                  : static_cast<i64>(target / p.top_k) * p.x_stride;
+  copy_row(reinterpret_cast<const u16*>(p.x) + at, p.x_aligned, p.columns, p.rows, p.total_rows, row,
+           exchange[warp]);
+}
