@@ -49,8 +49,10 @@ constexpr int COPIERS = 64;               // threads that copy weights
 constexpr int PRODUCERS = 128;
 constexpr int THREADS = PRODUCERS + 256;  // and two warpgroups of consumers
 constexpr int CONSUMER_WARPS = 8;
-constexpr int PRODUCER_REGISTERS = 40;    // 40 * 128 + 232 * 256 <= 65536, the register file
-constexpr int CONSUMER_REGISTERS = BLOCKS == 2 ? 104 : 232;
+// Together at most what a block starts with, THREADS times 80 or 168, or setmaxnreg waits for ever.
+constexpr int PRODUCER_REGISTERS = BLOCKS == 2 ? 48 : 40;
+constexpr int CONSUMER_REGISTERS = BLOCKS == 2 ? 96 : 232;
+static_assert(PRODUCER_REGISTERS * PRODUCERS + CONSUMER_REGISTERS * 256 <= (BLOCKS == 2 ? 80 : 168) * THREADS);
 
 enum Product { GATE_UP, DOWN, PROJECT };
 
