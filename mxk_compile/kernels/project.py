@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from mxk_compile.kernels import cuda
+from mxk_compile.kernels.cuda import grouped
 from mxk_compile.meta.project import check_project
 from mxk_compile.ops import library
 from mxk_compile.ops.project import OVERLOADS, reference
+
+_logger = logging.getLogger("mxk_compile.kernels")
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    _logger.warning("mxk::project runs its torch reference: %s", reason)
 
 
 def project_cpu(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> None:
@@ -18,6 +29,23 @@ def project_cpu(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes:
     reference(overload, out, x, *args, **attributes)
 
 
+def _judge(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> str | None:
+    """None if the CUDA kernels run a call, else the reason; raises CallError if the call is malformed."""
+    check_project(overload, out, x, *args, **attributes)
+    missing = cuda.unavailable()
+    if missing is not None:
+        return f"CUDA kernels: {missing}"
+    return grouped.refusal(overload, out, x, *args, **attributes)
+
+
+def project_cuda(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> None:
+    """On CUDA: the kernels of kernels/cuda/grouped.py, or the torch reference, which says why once."""
+    reason = grouped.project(_judge, overload, out, x, *args, **attributes)
+    if reason is not None:
+        _say_once(reason)
+        reference(overload, out, x, *args, **attributes)
+
+
 for _overload in OVERLOADS:
     library.impl(f"project.{_overload}", partial(project_cpu, _overload), "CPU")
-    library.impl(f"project.{_overload}", partial(project_cpu, _overload), "CUDA")
+    library.impl(f"project.{_overload}", partial(project_cuda, _overload), "CUDA")

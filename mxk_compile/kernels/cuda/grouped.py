@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,10 +65,13 @@ def _blocks(
     return places, size, min(-(-places // size), len(routing[1]))
 
 
-def project(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> None:
-    """`mxk::project` on torch's current stream, for calls that `refusal` has no reason against.
+def project(
+    judge: Callable[..., str | None], overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any
+) -> str | None:
+    """`mxk::project` on torch's current stream; None, or why it did not run.
 
     Args:
+        judge: asked, with the arguments that follow, about a call that was not seen before: why it is not run here.
         overload: of OVERLOADS in ops/project.py.
         out: [R, N] bf16, any row stride.
         x: bf16 rows as the overload says, any stride.
@@ -88,12 +92,16 @@ def project(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any
     )
     call = _prepared.get(key)
     if call is None or not call.current(weights[1]):
+        reason = judge(overload, out, x, *args, **attributes)
+        if reason is not None:
+            return reason
         call = _Projection(overload, out, x, routing, weights, attributes)
         if call.reusable:
             if len(_prepared) >= _MOST_PREPARED:
                 _prepared.clear()
             _prepared[key] = call
     call(out, x, routing)
+    return None
 
 
 _prepared: dict[Any, _Projection] = {}
