@@ -84,9 +84,9 @@ def project(
     count = NUM_ROUTING[overload]
     routing, weights = args[:count], args[count:]
     key = (
-        *(overload, out.get_device(), out.shape, out.stride(), out.data_ptr() % ALIGNMENT),
-        *(x.shape, x.stride(), x.data_ptr() % ALIGNMENT),
-        *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in routing),
+        *(overload, out.get_device(), out.shape, out.stride(), out.dtype, out.data_ptr() % ALIGNMENT),
+        *(x.get_device(), x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT),
+        *((tensor.get_device(), tensor.shape, tensor.stride(), tensor.dtype) for tensor in routing),
         *(None if w is None else (w.data_ptr(), w.shape, w.stride(), w.dtype) for w in weights),
         *attributes.items(),
     )
