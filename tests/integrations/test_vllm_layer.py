@@ -196,9 +196,9 @@ def test_cuda_graph(built: Any) -> None:
     plugin, _, model, cases = built
     if plugin.device != "cuda":
         pytest.skip("CUDA alone has CUDA graphs")
-    compiled = torch.compile(model, fullgraph=True)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
     with torch.no_grad():
-        for num_tokens in (1, 2, 8, 32, 64):
+        for num_tokens in (1, 8, 64):
             x = torch.randn(num_tokens, HIDDEN, device="cuda").bfloat16()
             for run in (model, compiled):
                 stream = torch.cuda.Stream()  # vLLM's order: a run outside, then the capture
