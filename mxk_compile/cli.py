@@ -18,6 +18,8 @@ import mxk_compile
 from mxk_compile.bench import command as bench_command
 from mxk_compile.errors import CallError, CheckpointError, InstallError, KernelError, MxkError
 from mxk_compile.kernels.tpc.signatures import VARIANT_KERNELS
+from mxk_compile.parity import command as parity
+from mxk_compile.report import command as report_command
 from mxk_compile.variants import VARIANTS
 
 _PACKAGE_PARENT = Path(__file__).resolve().parent.parent
@@ -26,7 +28,6 @@ SHIPPED_MODEL = _PACKAGE_PARENT / "models" / "tiny-gptoss"
 _MAX_COUNT = 1_000_000  # of tokens
 _DEFAULT_PROMPT = "And it came to pass"
 _EXIT_UNCHANGED = 1
-_EXIT_FAILED = 1  # a check that ran and did not hold
 _EXIT_ERROR = 2
 _EXIT_INTERRUPTED, _EXIT_PIPE = 130, 141  # 128 + signal, as shells report them
 
@@ -109,7 +110,12 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
 
     explain = commands.add_parser("explain", help="show what becomes of each MoE layer")
-    explain.add_argument("model", type=Path, help="checkpoint directory")
+    explain.add_argument(
+        "model",
+        nargs="?",
+        type=Path,
+        help="checkpoint directory (default: the small model of the repository)",
+    )
     explain.add_argument(
         "--tokens",
         type=_counts,
@@ -117,9 +123,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="T,...",
         help="tokens a call to show; default: 1,32,64",
     )
+    explain.add_argument(
+        "--html", type=Path, metavar="OUT", help="write a page instead: layers, graph, speed and error here"
+    )
+    report_command.add_plots(explain)
     explain.set_defaults(run=_explain)
 
     bench_command.add(commands, _count, _counts)
+    report_command.add(commands)
 
     tune = commands.add_parser("tune", help="CUDA: time kernel schedules for a layer, and keep the fastest")
     tune.add_argument(
@@ -165,22 +176,13 @@ def _parser() -> argparse.ArgumentParser:
     gaudi.add_argument("folder", type=Path, metavar="DIR", help="vllm-gaudi checkout, or its package")
     gaudi.set_defaults(run=_gaudi)
 
-    parity = commands.add_parser("parity", help="check kernels of a device against fp32, beside the stock op")
-    parity.add_argument(
-        "--device",
-        choices=["tpc-emulated", "hpu"],
-        required=True,
-        help="Gaudi kernels: their sources run on this CPU, or a build of them on a card",
+    parity.add(commands)
+
+    doctor = commands.add_parser(
+        "doctor", help="check this installation: one line a check, and how to mend it"
     )
-    parity.add_argument("--lib", type=Path, metavar="DIR", help="with hpu: folder of the build")
-    parity.add_argument(
-        "--variant", choices=["all", *VARIANTS], default="all", help="model row; default: all"
-    )
-    parity.add_argument("--quick", action="store_true", help="fewest and most tokens only")
-    parity.add_argument(
-        "--model", action="store_true", help="modelled microseconds a call instead of the checks"
-    )
-    parity.set_defaults(run=_parity)
+    doctor.add_argument("--json", action="store_true", help="the same as one JSON object")
+    doctor.set_defaults(run=_doctor)
     commands.metavar = f"{{{','.join(commands.choices)}}}"  # for the message that one is required
     return parser
 
@@ -199,15 +201,14 @@ def _counts(text: str) -> list[int]:
 def _demo(options: argparse.Namespace) -> None:
     from mxk_compile.demo import run_demo
 
-    folder = options.model
-    if folder is None:
-        if not SHIPPED_MODEL.is_dir():
-            given = "the small model is not there"
-            raise CheckpointError(
-                str(SHIPPED_MODEL), given, "a checkout of the repository", "or give one with --model"
-            )
-        folder = SHIPPED_MODEL
-    run_demo(folder, options.prompt, options.new_tokens, options.profile)
+    run_demo(options.model or _shipped_model(), options.prompt, options.new_tokens, options.profile)
+
+
+def _shipped_model() -> Path:
+    if not SHIPPED_MODEL.is_dir():
+        given = "the small model is not there"
+        raise CheckpointError(str(SHIPPED_MODEL), given, "a checkout of the repository", "or name a model")
+    return SHIPPED_MODEL
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -246,9 +247,21 @@ def _explain(options: argparse.Namespace) -> None:
     from mxk_compile.demo import rewrite_table
     from mxk_compile.integrations.transformers import load
 
+    options.model = options.model or _shipped_model()
+    if options.plots is not None and options.html is None:
+        raise CallError("mxk explain", "--plots without --html", "both", "name the page's file too")
     model = load(options.model)
+    if options.html is not None:
+        report_command.explain(model, options)
+        return
     for num_tokens in options.tokens:
         print(f"T = {num_tokens}", rewrite_table(model, num_tokens), "", sep="\n", flush=True)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from mxk_compile.doctor import run
+
+    return run(options.refused, options.json)
 
 
 def _gaudi(options: argparse.Namespace) -> None:
@@ -283,28 +296,6 @@ def _tune(options: argparse.Namespace) -> None:
         for num_tokens in options.tokens:
             print(f"{variant.name}, E = {experts}, T = {num_tokens}", flush=True)
             print(f"kept: {tune(variant, experts, num_tokens)}", flush=True)
-
-
-def _parity(options: argparse.Namespace) -> int:
-    names = list(VARIANTS) if options.variant == "all" else [options.variant]
-    if options.model:
-        from mxk_compile.parity.model import print_model
-
-        print_model(names)
-        return 0
-    if (options.device == "hpu") != (options.lib is not None):
-        given = f"--device {options.device} {'without' if options.lib is None else 'with'} --lib"
-        allowed = "--device hpu with --lib DIR, --device tpc-emulated without"
-        raise CallError("mxk parity", given, allowed, "name the folder that `mxk build-tpc` made")
-    if options.lib is not None:
-        from mxk_compile.parity.device import run_on_device
-
-        passed = run_on_device(options.lib, names, quick=options.quick)
-    else:
-        from mxk_compile.parity.emulated import run_parity
-
-        passed = run_parity(names, quick=options.quick)
-    return 0 if passed else _EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ but memory): eight of sixteen are local.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,46 +19,115 @@ from torch.nn import functional
 from mxk_compile.checkpoint import Checkpoint
 from mxk_compile.kernels import MoEDesc, tpc
 from mxk_compile.ops.formats import mxfp4
+from mxk_compile.ops.formats.nibbles import as_words, pack_nibbles
 from mxk_compile.testing import MoECase, rel_l2, variant_case
-from mxk_compile.variants import MoEVariant
+from mxk_compile.variants import VARIANTS, MoEVariant
 
 MAX_REL_L2 = 1.8e-3
 """Of a kernel against fp32 with a bf16 intermediate; the rounding of the bf16 result alone is 1.66e-3."""
+_FEW_VALUES, _MAX_REL_L2_OF_FEW = 1024, 2.2e-3  # the mean of few roundings scatters
 LOCAL_EXPERTS, ALL_EXPERTS, FIRST_LOCAL = 8, 16, 4
 _ROUTER_MODEL = pathlib.Path(__file__).parents[2] / "models" / "tiny-gptoss"
+
+ROWS = {
+    **VARIANTS,
+    "int4": dataclasses.replace(VARIANTS["glm"], name="int4", models="INT4, group 32", weight_format="uint4"),
+    "wna16": dataclasses.replace(
+        VARIANTS["glm"],
+        name="wna16",
+        models="INT4 along the outputs",
+        weight_format="uint4",
+        hidden_size=4096,
+    ),
+}
+"""What can be named: the model rows, and a row for each build of kernels that no model row has. "wna16" at a K of
+Qwen3-MoE's size."""
+_WEIGHTS: dict[str, dict[str, Any]] = {"wna16": {"pack_dim": "output", "zero": True}}
 
 Run = Callable[[Sequence[MoECase]], list[Tensor]]
 """Results of some cases whose calls are in one graph."""
 
 
 def kernels_of(name: str) -> str:
-    """The kernels' variant (signatures.py) that runs a model row."""
+    """The kernels' variant (signatures.py) that runs a row."""
     return "glm" if name == "mimo" else name
 
 
-def make_case(variant: MoEVariant, num_tokens: int, routing: str, rms: float, seed: int = 0) -> MoECase:
-    """The same weights for every T, routing and RMS of one seed.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """The weights that calls are made of.
 
-    routing: "random" over all experts, "hot" over the local ones, "router" by the logits of a trained router.
+    Attributes:
+        variant: attributes and sizes; those of the weights where they are a checkpoint's.
+        weights: a call with them; its activations and routes are not used.
+        num_experts: experts that routes are drawn from; those of `weights` are local.
+        router: logits [T, num_experts] of a router on activations [T, K], or None.
     """
+
+    variant: MoEVariant
+    weights: MoECase
+    num_experts: int
+    router: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def local(self) -> slice:
+        """The local experts among all."""
+        first = int(self.weights.attributes["experts_min"])
+        return slice(first, first + len(self.weights.w2))
+
+
+@functools.lru_cache(maxsize=2)
+def random_source(variant: MoEVariant, seed: int = 0) -> Source:
+    """Random weights of a row; kept, since a large row takes seconds to draw."""
+    given = _WEIGHTS.get(variant.name, {})
     sizes = {
         "num_experts": LOCAL_EXPERTS,
         "experts_min": FIRST_LOCAL,
         "num_tokens": 1,
         "top_k": variant.top_k,
     }
-    case = variant_case(variant, **sizes, seed=seed)
+    case = variant_case(variant, **sizes, **given, seed=seed)
+    if (
+        case.w13_zero is not None and case.w2_zero is not None
+    ):  # as WNA16 has them: packed, one for all experts
+        case.w13_zero, case.w2_zero = map(_shared_zero, (case.w13_zero, case.w2_zero))
+    return Source(variant, case, ALL_EXPERTS, _router_logits if variant.name == "gptoss" else None)
+
+
+def _shared_zero(zero: Tensor) -> Tensor:
+    words = as_words(pack_nibbles(zero[0]))
+    return words.expand(len(zero), *words.shape)
+
+
+def make_case(
+    variant: MoEVariant,
+    num_tokens: int,
+    routing: str,
+    rms: float,
+    seed: int = 0,
+    source: Source | None = None,
+) -> MoECase:
+    """One call; the same weights for every T, routing and RMS of one seed, or those of `source`.
+
+    routing: "random" over all experts, "hot" over the local ones, "router" by the logits of a trained router.
+    """
+    source = source or random_source(variant, seed)
+    size = source.variant.hidden_size
     generator = torch.Generator().manual_seed(1000 + seed)
-    case.hidden_states = (torch.randn(num_tokens, variant.hidden_size, generator=generator) * rms).bfloat16()
+    hidden_states = (torch.randn(num_tokens, size, generator=generator) * rms).bfloat16()
     if routing == "router":
-        logits = _router_logits(case.hidden_states)
+        assert source.router is not None
+        logits = source.router(hidden_states)
     else:
-        logits = torch.randn(num_tokens, ALL_EXPERTS, generator=generator)
+        logits = torch.randn(num_tokens, source.num_experts, generator=generator)
         if routing == "hot":
-            logits[:, :FIRST_LOCAL] = logits[:, FIRST_LOCAL + LOCAL_EXPERTS :] = float("-inf")
-    scores, case.topk_ids = logits.topk(variant.top_k, dim=1)
-    case.topk_weights = torch.softmax(scores, dim=1).bfloat16()
-    return case
+            local = logits[:, source.local].clone()
+            logits.fill_(float("-inf"))[:, source.local] = local
+    scores, topk_ids = logits.topk(source.variant.top_k, dim=1)
+    routing_weights = torch.softmax(scores, dim=1).bfloat16()
+    return dataclasses.replace(
+        source.weights, hidden_states=hidden_states, topk_ids=topk_ids, topk_weights=routing_weights
+    )
 
 
 def _router_logits(hidden_states: Tensor) -> Tensor:
@@ -87,7 +157,8 @@ def on_device(case: MoECase, device: torch.device) -> MoECase:
 
 def local_routes(case: MoECase) -> int:
     """Routes of a case to experts that are local."""
-    return int(((case.topk_ids >= FIRST_LOCAL) & (case.topk_ids < FIRST_LOCAL + LOCAL_EXPERTS)).sum())
+    ids = case.topk_ids - case.attributes["experts_min"]
+    return int(((ids >= 0) & (ids < len(case.w2))).sum())
 
 
 def describe(case: MoECase) -> MoEDesc:
@@ -95,10 +166,14 @@ def describe(case: MoECase) -> MoEDesc:
     return MoEDesc.from_call(*case.routing, *case.weights, **case.attributes)
 
 
-def token_counts(case: MoECase, quick: bool) -> list[int]:
-    """Powers of two up to the most tokens of a call like `case`; `quick`: fewest and most."""
-    most = tpc.token_range(describe(case))[1]
+def token_counts(most: int, quick: bool) -> list[int]:
+    """Powers of two up to the most tokens of a call; `quick`: fewest and most."""
     return [1, most] if quick else [2**n for n in range(most.bit_length())]
+
+
+def most_tokens(case: MoECase) -> int:
+    """Of one call like `case` of the Gaudi kernels."""
+    return tpc.token_range(describe(case))[1]
 
 
 def run_case(case: MoECase) -> Tensor:
@@ -114,23 +189,44 @@ def error_of(value: Tensor, expected: Tensor) -> float:
     return rel_l2(value, expected)
 
 
+def limit_of(num_values: int) -> float:
+    """Largest rel_l2 that passes, of a result with so many values."""
+    return MAX_REL_L2 if num_values >= _FEW_VALUES else _MAX_REL_L2_OF_FEW
+
+
 def badness(error: float) -> float:
     """An error to be compared: NaN is the worst."""
     return error if error == error else float("inf")
 
 
-def same_alone_and_together(variant: MoEVariant, run: Run, device: torch.device) -> bool:
-    """Two calls of equal shapes in one graph: each has the result that it has alone, and they differ."""
-    cases = [on_device(make_case(variant, 2, "hot", 1.0, seed), device) for seed in (0, 1)]
-    alone = [run([case])[0].cpu() for case in cases]
+def same_alone_and_together(
+    variant: MoEVariant,
+    run: Run,
+    device: torch.device,
+    *,
+    source: Source | None = None,
+    alone: Run | None = None,
+) -> bool:
+    """Two calls of equal shapes in one graph: each has the result that it has alone, and they differ.
+
+    What is alone runs by `alone`, or `run`. Without a `source` they have different weights.
+    """
+    cases = [on_device(make_case(variant, 2, "hot", 1.0, seed, source), device) for seed in (0, 1)]
+    apart = [(alone or run)([case])[0].cpu() for case in cases]
     together = run(cases)  # read only now, when both are in the graph
-    same = all(torch.equal(a, b.cpu()) for a, b in zip(alone, together, strict=True))
-    return same and not torch.equal(*alone)
+    same = all(torch.equal(a, b.cpu()) for a, b in zip(apart, together, strict=True))
+    return same and not torch.equal(*apart)
 
 
 def is_exact_unpack(values: Tensor, weight: Tensor, scale: Tensor) -> bool:
-    """Whether `mxk_deq` made of one expert's MXFP4 matrix what it means, bit for bit."""
-    return torch.equal(values.view(torch.int16), mxfp4.unpack(weight, scale).view(torch.int16))
+    """Whether `values` are what one expert's MXFP4 matrix means, bit for bit: products in fp64, which has them all."""
+    return torch.equal(values.view(torch.int16), _exact(weight, scale).view(torch.int16))
+
+
+def _exact(weight: Tensor, scale: Tensor) -> Tensor:
+    elements = torch.tensor(mxfp4.ELEMENTS, dtype=torch.float64)[mxfp4.unpack_codes(weight).long()]
+    factors = torch.exp2(scale.double() - mxfp4.SCALE_BIAS).repeat_interleave(mxfp4.BLOCK, dim=-1)
+    return (elements * factors[..., : elements.shape[-1]]).bfloat16()
 
 
 def say(check: str, passed: bool, otherwise: str) -> None:

@@ -18,27 +18,25 @@ from torch import Tensor
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels.tpc.libraries import load_ops, read_manifest
 from mxk_compile.parity.cases import (
-    MAX_REL_L2,
     Run,
-    badness,
-    error_of,
+    Source,
     is_exact_unpack,
     kernels_of,
-    make_case,
-    on_device,
     run_case,
     same_alone_and_together,
     say,
-    token_counts,
 )
-from mxk_compile.parity.stock import run_stock
+from mxk_compile.parity.rows import TITLES, judge, measure, print_rows, source_of
 from mxk_compile.passes.warm import self_check
 from mxk_compile.testing import MoECase
-from mxk_compile.variants import VARIANTS
 
 
-def run_on_device(folder: Path, names: Sequence[str], *, quick: bool = False) -> bool:
+def run_on_device(
+    folder: Path, names: Sequence[str], sources: dict[str, Source] | None = None, *, quick: bool = False
+) -> bool:
     """Opens the bridge and the build in `folder`, checks those of `names` that it has kernels for; whether all passed.
+
+    `sources`: real weights by row of cases.py; random ones for the others.
 
     Raises:
         KernelError: no usable build, one of other variants, or no bridge; one line.
@@ -62,7 +60,8 @@ def run_on_device(folder: Path, names: Sequence[str], *, quick: bool = False) ->
     load_ops(folder, "lazy" if lazy else "pt2")
     mode = "lazy mode" if lazy else "torch.compile, hpu_backend"
     print(f"{manifest.version} on {device.get_device_name()}, {mode}", flush=True)
-    return check(known, torch.device("hpu"), lazy_run if lazy else compiled_run("hpu_backend"), quick=quick)
+    run = lazy_run if lazy else compiled_run("hpu_backend")
+    return check(known, torch.device("hpu"), run, sources, quick=quick)
 
 
 def lazy_run(cases: Sequence[MoECase]) -> list[Tensor]:
@@ -87,57 +86,48 @@ def compiled_run(inner_backend: str) -> Run:
         if key not in compiled:
             options: Any = {"inner_backend": inner_backend}
             compiled[key] = torch.compile(function, backend="mxk", dynamic=False, options=options)
-        return list(compiled[key](groups))
+        # Each row has shapes of its own, and none of them may fall back to eager calls.
+        with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
+            return list(compiled[key](groups))
 
     return run
 
 
-def check(names: Sequence[str], device: torch.device, run: Run, *, quick: bool = False) -> bool:
+def check(
+    names: Sequence[str],
+    device: torch.device,
+    run: Run,
+    sources: dict[str, Source] | None = None,
+    *,
+    quick: bool = False,
+) -> bool:
     """The checks themselves, with ops that are registered for `device`; prints, and says whether all passed."""
     broken = {op: reason for op, reason in self_check(device.type).items() if reason is not None}
     if broken:
         say("PARITY", False, "; ".join(f"{op} does not run: {why}" for op, why in broken.items()))
         return False
-    worst = max((_variant(name, device, run, quick) for name in names), key=badness)
-    passed = [badness(worst) <= MAX_REL_L2]
-    say("PARITY", passed[0], f"worst rel_l2 {worst:.2e}, limit {MAX_REL_L2:.1e}")
-    different = [name for name in names if not same_alone_and_together(VARIANTS[name], run, device)]
-    passed.append(not different)
+    given = sources or {}
+    print(TITLES)
+    rows, different = [], []
+    for name in names:
+        source = source_of(name, given)
+        part = measure(name, source, run, device, quick=quick)
+        print_rows(part)
+        rows += part
+        if not same_alone_and_together(source.variant, run, device, source=given.get(name)):
+            different.append(name)
+    passed = [judge(rows), not different]
     say("SIG_DEVICE", not different, f"in one graph other results than alone: {', '.join(different)}")
     if "glm" in names:
-        wrong = unpack(device)
+        wrong = unpack(device, source_of("glm", given))
         passed.append(not wrong)
         say("PREFILL", not wrong, wrong)
     return all(passed)
 
 
-def _variant(name: str, device: torch.device, run: Run, quick: bool) -> float:
-    """Prints a line for each call; the worst rel_l2 of one variant."""
-    errors = []
-    counts = token_counts(on_device(make_case(VARIANTS[name], 1, "hot", 1.0), device), quick)
-    for routing in ("random", "hot"):
-        for rms in (1.0, 4.0):
-            for num_tokens in counts:
-                case = make_case(VARIANTS[name], num_tokens, routing, rms)
-                expected = case.reference(round_intermediate=True)
-                placed = on_device(case, device)
-                errors.append(error_of(run([placed])[0].cpu(), expected))
-                beside = _stock_error(placed, expected)
-                call = f"{name:8} {routing:7} rms {rms:g} T {num_tokens:3}"
-                print(f"{call}  kernel {errors[-1]:.2e}  stock {beside}", flush=True)
-    return max(errors, key=badness)
-
-
-def _stock_error(case: MoECase, expected: Tensor) -> str:
-    try:
-        return f"{error_of(run_stock(case).cpu(), expected):.2e}"
-    except RuntimeError as error:  # the bridge runs its MXFP4 ops in graphs only: it is shown, not required
-        return f"not run ({str(error).splitlines()[0][:60]})"
-
-
-def unpack(device: torch.device) -> str:
+def unpack(device: torch.device, source: Source) -> str:
     """mxk_deq of the first, middle and last expert against the exact unpack; what is wrong, or an empty string."""
-    case = make_case(VARIANTS["glm"], 1, "hot", 1.0)
+    case = source.weights
     for name, weight, scale in (("w13", case.w13, case.w13_scale), ("w2", case.w2, case.w2_scale)):
         placed = weight.to(device), scale.to(device)
         for expert in (0, len(weight) // 2, len(weight) - 1):

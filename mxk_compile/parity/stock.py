@@ -45,7 +45,11 @@ def on_bf16(case: MoECase, w13: Sequence[Tensor], w2: Sequence[Tensor]) -> Tenso
 
 def _call(case: MoECase) -> Tensor:
     if case.attributes["weight_format"] == "uint4":
-        return on_bf16(case, _int4_values(case.w13, case.w13_scale), _int4_values(case.w2, case.w2_scale))
+        return on_bf16(
+            case,
+            _int4_values(case, case.w13, case.w13_scale, case.w13_zero),
+            _int4_values(case, case.w2, case.w2_scale, case.w2_zero),
+        )
     weights, scales, biases = (
         [list(tensor) for tensor in pair if tensor is not None]
         for pair in (
@@ -70,10 +74,14 @@ def _experts(case: MoECase) -> dict[str, int]:
     return {"experts_min": first, "experts_max": first + len(case.w2) - 1}
 
 
-def _int4_values(weight: Tensor, scale: Tensor) -> list[Tensor]:
-    """What vllm-gaudi's conversion makes of INT4, expert by expert."""
-    pairs = zip(weight, scale, strict=True)
-    return [dequantize(*pair, weight_format="uint4", dtype=torch.bfloat16) for pair in pairs]
+def _int4_values(case: MoECase, weight: Tensor, scale: Tensor, zero: Tensor | None) -> list[Tensor]:
+    """What vllm-gaudi's conversion makes of INT4, expert by expert: rows are outputs."""
+    zeros = [None] * len(weight) if zero is None else list(zero)
+    form: dict[str, Any] = {"weight_format": "uint4", "pack_dim": case.attributes["pack_dim"]}
+    return [
+        dequantize(*parts, **form, dtype=torch.bfloat16).contiguous()
+        for parts in zip(weight, scale, zeros, strict=True)
+    ]
 
 
 def _steps(case: MoECase) -> Tensor:

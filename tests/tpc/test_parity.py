@@ -13,6 +13,7 @@ import torch
 from mxk_compile import cli
 from mxk_compile.kernels.tpc import emulate, emulated_ops
 from mxk_compile.parity import cases, emulated
+from mxk_compile.parity.rows import Row
 from mxk_compile.variants import VARIANTS
 
 
@@ -29,7 +30,7 @@ def test_quick_run_of_all_variants() -> None:
         assert line in done.stdout.splitlines()
     assert done.stdout.startswith("emulated: ")
     rows = re.findall(r"^(\w+) +(\d+) +(\d+)  (random|hot|router) ", done.stdout, re.MULTILINE)
-    assert {row[0] for row in rows} == set(VARIANTS)
+    assert {row[0] for row in rows} == set(cases.ROWS)
     assert {row[3] for row in rows if row[0] == "gptoss"} == {"random", "hot", "router"}
 
 
@@ -52,19 +53,20 @@ def test_unknown_variant_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert exited.value.code == 2
     error = capsys.readouterr().err
     assert "--variant: invalid choice: 'gpt5' (choose from " in error
-    assert all(name in error for name in ("all", *VARIANTS))
+    assert all(name in error for name in ("all", *cases.ROWS))
     assert error.count("\n") == 1
 
 
 def test_a_wrong_result_fails_and_names_the_worst_case(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = emulated.Row("glm", "hot", 8, 64, 4.0, 1.9e-3, 4e-3, ())
+    row = Row("glm", (6144, 1024), "hot", 8, 64, 4.0, 1.9e-3, 4e-3)
     rows = [dataclasses.replace(row, kernel_rel_l2=1.6e-3, num_tokens=1), row]
-    monkeypatch.setattr(emulated, "_print_parity", lambda names, quick: rows)
-    monkeypatch.setattr(emulated, "same_alone_and_together", lambda variant, run, device: False)
+    monkeypatch.setattr(emulated, "_rows", lambda name, source, quick: rows)
+    monkeypatch.setattr(emulated, "source_of", lambda name, given: None)
+    monkeypatch.setattr(emulated, "same_alone_and_together", lambda *arguments, **more: False)
     monkeypatch.setattr(
-        emulated, "_prefill", lambda quick: "mxk_deq of w2, expert 1, is not the exact unpack"
+        emulated, "_prefill", lambda source, quick: "mxk_deq of w2, expert 1, is not the exact unpack"
     )
     monkeypatch.setattr(emulated, "_build", lambda kernels: None)
     monkeypatch.setattr(emulated_ops, "register", lambda: None)

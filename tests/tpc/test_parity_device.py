@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import re
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from mxk_compile.kernels.tpc import emulated_ops
 from mxk_compile.kernels.tpc.libraries import Manifest
 from mxk_compile.parity import cases as parity_cases
 from mxk_compile.parity import device as parity_device
+from mxk_compile.parity import rows as parity_rows
 from mxk_compile.testing import MoECase
 
 CPU = torch.device("cpu")
@@ -30,10 +32,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Variants of a few chunks, and their ops."""
     variants = {
         name: dataclasses.replace(row, hidden_size=1024, intermediate_size=512, top_k=2)
-        for name, row in parity_device.VARIANTS.items()
+        for name, row in parity_cases.ROWS.items()
         if name in ("glm", "muse")
     }
-    monkeypatch.setattr(parity_device, "VARIANTS", variants)
+    monkeypatch.setattr(parity_rows, "ROWS", variants)
     library = emulated_ops.register()
     yield
     library._destroy()
@@ -42,9 +44,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_right_kernels_pass(small: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert parity_device.check(("muse",), CPU, parity_device.lazy_run, quick=True)
     said = capsys.readouterr().out
-    assert said.count("muse     ") == 8
+    rows = re.findall(r"^muse +1024 +512  (hot|random) +(\d) +1-16 ", said, re.MULTILINE)
+    assert rows == [("hot", "4"), ("random", "1")]
     assert said.splitlines()[-2:] == ["PARITY PASS", "SIG_DEVICE PASS"]
-    assert parity_device.unpack(CPU) == ""
+    assert parity_device.unpack(CPU, parity_rows.source_of("glm", {})) == ""
 
 
 def test_wrong_results_fail(
@@ -57,12 +60,14 @@ def test_wrong_results_fail(
 
     assert not parity_device.check(("muse",), CPU, wrong, quick=True)
     parity, signature = capsys.readouterr().out.splitlines()[-2:]
-    assert parity.startswith("PARITY FAIL: worst rel_l2 1.0")
+    assert parity.startswith("PARITY FAIL: worst muse ")
+    assert re.search(r"T=\d+ rms=[14]: 1\.0\de-02, limit 1\.8e-03$", parity)
     assert signature == "SIG_DEVICE FAIL: in one graph other results than alone: muse"
-    monkeypatch.setattr(
-        parity_cases.mxfp4, "unpack", lambda weight, scale: torch.ones(len(weight), 1).bfloat16()
+    monkeypatch.setattr(parity_cases, "_exact", lambda weight, scale: torch.ones(len(weight), 1).bfloat16())
+    assert (
+        parity_device.unpack(CPU, parity_rows.source_of("glm", {}))
+        == "mxk_deq of w13, expert 0, is not the exact unpack"
     )
-    assert parity_device.unpack(CPU) == "mxk_deq of w13, expert 0, is not the exact unpack"
 
 
 def test_an_op_that_does_not_run_fails(
@@ -76,7 +81,7 @@ def test_an_op_that_does_not_run_fails(
 
 
 def test_compiled_calls_go_through_the_backend() -> None:
-    row = dataclasses.replace(parity_device.VARIANTS["glm"], hidden_size=256, intermediate_size=128, top_k=2)
+    row = dataclasses.replace(parity_cases.ROWS["glm"], hidden_size=256, intermediate_size=128, top_k=2)
     cases = [parity_cases.make_case(row, 3, "hot", 1.0, seed) for seed in (0, 1)]
     for case, result in zip(cases, parity_device.compiled_run("aot_eager")(cases), strict=True):
         assert parity_cases.error_of(result, case.reference(round_intermediate=True)) < 5e-3
@@ -85,7 +90,10 @@ def test_compiled_calls_go_through_the_backend() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--device", "hpu"], "--device hpu without --lib; allowed: --device hpu with --lib DIR"),
+        (
+            ["--device", "hpu"],
+            "--device hpu without --lib; allowed: --device hpu with --lib DIR, the others without",
+        ),
         (["--device", "tpc-emulated", "--lib", "x"], "--device tpc-emulated with --lib; allowed: "),
         (["--device", "hpu", "--lib", "nowhere"], "nowhere/MANIFEST: it is not there; allowed: "),
     ],
@@ -129,7 +137,7 @@ def test_the_benchmark_times_a_captured_chain(
     manifest = Manifest("muse-0", "muse", [], {}, {}, {}, {})
     monkeypatch.setitem(sys.modules, "habana_frameworks.torch.hpu", hpu)
     monkeypatch.setattr(bench, "load_ops", lambda folder, kind: manifest)
-    monkeypatch.setattr(bench, "VARIANTS", parity_device.VARIANTS)
+    monkeypatch.setattr(bench, "VARIANTS", parity_rows.ROWS)
     monkeypatch.setattr(bench, "CHAIN", 1)
     files = []
     for impl in ("stock", "kernel"):
