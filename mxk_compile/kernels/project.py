@@ -12,8 +12,7 @@ from torch import Tensor
 from mxk_compile.kernels import cuda
 from mxk_compile.kernels.cuda import grouped
 from mxk_compile.meta.project import check_project
-from mxk_compile.ops import library
-from mxk_compile.ops.project import OVERLOADS, reference
+from mxk_compile.ops.project import OVERLOADS, enter_directly, reference
 
 _logger = logging.getLogger("mxk_compile.kernels")
 
@@ -47,5 +46,5 @@ def project_cuda(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes
 
 
 for _overload in OVERLOADS:
-    library.impl(f"project.{_overload}", partial(project_cpu, _overload), "CPU")
-    library.impl(f"project.{_overload}", partial(project_cuda, _overload), "CUDA")
+    enter_directly(_overload, partial(project_cpu, _overload), "CPU")
+    enter_directly(_overload, partial(project_cuda, _overload), "CUDA")

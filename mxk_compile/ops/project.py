@@ -27,6 +27,7 @@ Products of weights are exact, sums are fp32, `out` is rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,20 +89,27 @@ def reference(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: A
         out[rows] = (x[rows // top_k].float() @ values.T).to(out.dtype)
 
 
-def _without_gradient(keyset: torch._C.DispatchKeySet, overload: str, *args: Any, **attributes: Any) -> None:
-    """The autograd rule: an op that writes into its argument has no gradient, and says so instead of giving zeros."""
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-        allowed = "tensors that need no gradient"
-        raise BackwardError(
-            f"mxk::project.{overload}", "a call that needs a gradient", allowed, "call it in torch.no_grad()"
-        )
+def enter_directly(overload: str, implementation: Callable[..., None], device: str) -> None:
+    """Registers an implementation of an overload for "CPU" or "CUDA", and the autograd rule in front of it.
+
+    The rule: an op that writes into its argument has no gradient, and says so instead of giving zeros. It also counts
+    the write, by which saved tensors notice that they have changed. Where the device is next (no mode, subclass or
+    transform in between) it calls the implementation itself, which saves the dispatcher's second round.
+    """
     op: torch._ops.OpOverload = getattr(torch.ops.mxk.project, overload)
-    op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **attributes)
+    below = torch._C._after_autograd_keyset
+    plain = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device)).raw_repr()
 
+    def rule(keyset: torch._C.DispatchKeySet, out: Tensor, *args: Any, **attributes: Any) -> None:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(out, *args):
+            given, advice = "a call that needs a gradient", "call it in torch.no_grad()"
+            raise BackwardError(f"mxk::project.{overload}", given, "tensors that need no gradient", advice)
+        keyset &= below
+        if keyset.raw_repr() == plain:
+            implementation(out, *args, **attributes)
+        else:
+            op.redispatch(keyset, out, *args, **attributes)
+        torch.autograd.graph.increment_version(out)
 
-def _rule(overload: str) -> Any:
-    return lambda keyset, *args, **attributes: _without_gradient(keyset, overload, *args, **attributes)
-
-
-for _overload in OVERLOADS:
-    library.impl(f"project.{_overload}", _rule(_overload), "Autograd", with_keyset=True)
+    library.impl(f"project.{overload}", implementation, device)
+    library.impl(f"project.{overload}", rule, f"Autograd{device}", with_keyset=True)

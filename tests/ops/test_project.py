@@ -187,3 +187,15 @@ def test_a_gradient_is_refused_when_the_op_is_called() -> None:
         project.routes(*args, weight_format="uint4", top_k=1)
     with torch.no_grad():
         project.routes(*args, weight_format="uint4", top_k=1)
+
+
+def test_the_write_is_counted() -> None:
+    stack = make_stack(4, 16, 32)
+    out = unwritten(2, 16)
+    saved = (out.float().requires_grad_() * out).sum()
+    args = (activations(2, 32), torch.tensor([[0], [1]]), stack.weight.weight, stack.weight.scale)
+    project.routes(out, *args, weight_format="uint4", top_k=1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+    with torch.inference_mode():
+        project.routes(unwritten(2, 16), *args, weight_format="uint4", top_k=1)
