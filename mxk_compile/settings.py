@@ -24,6 +24,7 @@ class Settings:
         cache_dir: folder for compiled GPU kernels and tuned schedules; by default mxk in the user's cache folder.
         cuda_schedule: the CUDA kernels' schedule of every call (kernels/cuda/schedule.py), or None for the chosen one.
         vllm: whether vLLM's MoE layers run through `mxk::moe` (integrations/vllm.py).
+        gaudi_lib: folder of a build of `mxk build-tpc --pt2`, for a vLLM server on Gaudi (integrations/vllm_gaudi.py).
         vllm_humming: whether `import humming` finds integrations/humming in the processes of a vLLM server.
     """
 
@@ -34,6 +35,7 @@ class Settings:
     cuda_schedule: str | None = None
     vllm: bool = False
     vllm_humming: bool = False
+    gaudi_lib: str = "/opt/mxk/lib"
 
     def identity(self) -> tuple[object, ...]:
         """What of this changes a compiled graph, for cache keys; as the fields up to `cpu_isa` do."""
@@ -69,7 +71,7 @@ def _dump_dir(value: Any) -> str | None:
     return os.fspath(value) if value else None
 
 
-def _cache_dir(value: Any) -> str:
+def _folder(value: Any) -> str:
     if not value:
         raise ValueError
     return str(os.fspath(value))
@@ -87,10 +89,11 @@ _PARSERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "max_tokens": (_max_tokens, "an integer >= 0, or 'any'"),
     "cpu_isa": (_cpu_isa, ", ".join(CPU_ISAS)),
     "dump_dir": (_dump_dir, "a folder name"),
-    "cache_dir": (_cache_dir, "a folder name"),
+    "cache_dir": (_folder, "a folder name"),
     "cuda_schedule": (_cuda_schedule, "a schedule, as `mxk tune` prints it"),
     "vllm": (_switch, "0, 1"),
     "vllm_humming": (_switch, "0, 1"),
+    "gaudi_lib": (_folder, "a folder name"),
 }
 _VARIABLES = {
     "max_tokens": "MXK_MAX_TOKENS",
@@ -99,6 +102,7 @@ _VARIABLES = {
     "cache_dir": "MXK_CACHE_DIR",
     "cuda_schedule": "MXK_CUDA_SCHEDULE",
     "vllm": "MXK_VLLM",
+    "gaudi_lib": "MXK_GAUDI_LIB",
     "vllm_humming": "MXK_VLLM_HUMMING",
 }
 

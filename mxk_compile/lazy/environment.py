@@ -73,20 +73,29 @@ def prepare(environ: MutableMapping[str, str]) -> Options | None:
         raise SettingsError("MXFP4_TPC_MOE_LIB", given, "a folder without one", "rename or link it")
     manifest = _manifest(folder)
     changes = {
-        "GC_KERNEL_PATH": _kernel_path(environ, folder / KERNEL_LIBRARY, manifest),
+        **kernel_variables(environ, folder, manifest),
         "PT_HPU_LAZY_ACC_PAR_MODE": "0",
-        **_recipe_cache(environ, manifest.version),
     }
-    changes = {name: value for name, value in changes.items() if environ.get(name) != value}
-    if changes and _device_is_open():
-        raise KernelError(
-            "MXFP4 TPC MoE",
-            f"the device is open, {', '.join(changes)} come too late",
-            "a start before the first device op",
-            "let the hook at the top of vllm_gaudi/__init__.py run first",
-        )
-    environ.update(changes)
+    advice = "let the hook at the top of vllm_gaudi/__init__.py run first"
+    update_before_the_device_opens(environ, changes, "MXFP4 TPC MoE", advice)
     return Options(max_tokens, folder, manifest.version)
+
+
+def kernel_variables(environ: MutableMapping[str, str], folder: Path, manifest: Manifest) -> dict[str, str]:
+    """What a build needs in either mode: GC_KERNEL_PATH, and the recipe cache's folder where there is one."""
+    path = _kernel_path(environ, folder / KERNEL_LIBRARY, manifest)
+    return {"GC_KERNEL_PATH": path, **_recipe_cache(environ, manifest.version)}
+
+
+def update_before_the_device_opens(
+    environ: MutableMapping[str, str], values: dict[str, str], what: str, advice: str
+) -> None:
+    """Sets what is not yet so in `environ`; raises KernelError, and sets nothing, if the device is open already."""
+    changes = {name: value for name, value in values.items() if environ.get(name) != value}
+    if changes and _device_is_open():
+        given = f"the device is open, {', '.join(sorted(changes))} come too late"
+        raise KernelError(what, given, "a start before the first device op", advice)
+    environ.update(changes)
 
 
 def _max_tokens(text: str) -> int:
