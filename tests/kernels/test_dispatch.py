@@ -184,6 +184,29 @@ def test_lists_are_checked_when_prepared() -> None:
         torch.ops.mxk.moe.lists(*case.routing, *lists, **case.attributes)
 
 
+def test_new_views_of_the_same_memory_are_the_same_lists() -> None:
+    case = random_case(bias=True, **SMALL)
+    for _ in range(3):
+        torch.ops.mxk.moe.lists(*case.routing, *case.lists, **case.attributes)
+    assert len(kernels.prepared["CPU"]) == 1
+
+
+def test_lists_changed_in_place() -> None:
+    case = random_case(**SMALL)
+    lists = [list(map(Tensor.clone, weight)) for weight in case.lists]
+    torch.ops.mxk.moe.lists(*case.routing, *lists, **case.attributes)
+    other = random_case(seed=1, **SMALL)
+    for weight, values in zip(lists, other.lists, strict=True):
+        for tensor, value in zip(weight, values, strict=True):
+            tensor.data = value  # other memory
+    result = torch.ops.mxk.moe.lists(*other.routing, *lists, **case.attributes)
+    assert rel_l2(result, other.reference()) < 2.5e-3
+    for tensor in lists[0]:
+        tensor.data = tensor.data.t()  # other strides
+    with pytest.raises(CallError):
+        torch.ops.mxk.moe.lists(*other.routing, *lists, **case.attributes)
+
+
 def test_odd_views_are_copied_in_every_call() -> None:
     case = random_case(**SMALL)
     odd = torch.zeros(*case.w2.shape, 2, dtype=torch.uint8)[..., 0].copy_(case.w2)
