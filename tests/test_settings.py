@@ -102,12 +102,18 @@ def test_settings_are_frozen() -> None:
 
 def test_identity_holds_what_changes_a_graph() -> None:
     unrelated = Settings(
-        dump_dir="graphs", vllm=True, vllm_humming=True, cache_dir="kernels", cuda_schedule="prefill:64"
+        dump_dir="graphs",
+        vllm=True,
+        vllm_humming=True,
+        gaudi_lib="lib",
+        cache_dir="kernels",
+        cuda_schedule="prefill:64",
     )
     assert Settings().identity() == unrelated.identity()
     different = (Settings(), Settings(max_tokens=8), Settings(max_tokens=None), Settings(cpu_isa="avx2"))
     assert len({settings.identity() for settings in different}) == 4
     covered = {"max_tokens", "cpu_isa", "dump_dir", "cache_dir", "cuda_schedule", "vllm", "vllm_humming"}
+    covered.add("gaudi_lib")
     assert {field.name for field in dataclasses.fields(Settings)} == covered, (
         "decide whether the new one is part of it"
     )
