@@ -94,7 +94,7 @@ def _what_runs(page: Page, reports: dict[int, Report]) -> None:
         title = f"T = {num_tokens}: {report.num_fused} of {len(report.nodes)} MoE layers fused"
         page.folded(title) if index else page.heading(title)
         page.table(
-            ("layer", "", "runs on, or why not", "stock op", "call", "tokens"),
+            ("layer", "state", "runs on, or why not", "stock op", "call", "tokens"),
             [
                 (
                     node.layer,

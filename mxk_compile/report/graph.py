@@ -97,6 +97,13 @@ def _operation(node: fx.Node) -> str:
     return str(node.target) if _is_moe(node) else str(name).removesuffix(".default").removesuffix(".int")
 
 
+def _kind(node: fx.Node) -> str:
+    """The operation; for one that only picks a part, also of what."""
+    name = _operation(node)
+    sources = node.all_input_nodes
+    return f"{name} of {_operation(sources[0])}" if name == "getitem" and sources else name
+
+
 def _of_weights(node: fx.Node) -> bool:
     """Whether a node only takes a weight apart: all that it comes from are views of inputs."""
     return _operation(node).split(".")[0] in ("getitem", "unbind", "view", "select", "t", "transpose")
@@ -109,7 +116,7 @@ def _group(levels: list[list[fx.Node]]) -> list[tuple[Group, ...]]:
     for level in reversed(levels):
         kinds: dict[str, list[fx.Node]] = {}
         for node in level:
-            kinds.setdefault(_operation(node), []).append(node)
+            kinds.setdefault(_kind(node), []).append(node)
         groups = []
         for label, nodes in kinds.items():
             inputs = sorted(

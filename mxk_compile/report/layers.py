@@ -25,6 +25,8 @@ from mxk_compile.parity.cases import error_of
 
 TOKENS = (1, 4, 16, 32)
 _ROUNDS, _SECONDS = 20, 4.0
+# A call on a layer this small is shorter than what its threads wait for each other.
+_ONE_THREAD_BYTES = 64 << 20
 _SEED = 0
 
 Call = Callable[[], Tensor]
@@ -51,12 +53,12 @@ class _Received:
 
     def stock(self, num_tokens: int) -> Call:
         inputs = [tensor[:num_tokens] for tensor in self.inputs]
-        return lambda: self.experts(*inputs)  # type: ignore[no-any-return]
+        return lambda: self.experts(*inputs)
 
     def fused(self, num_tokens: int) -> Call:
         inputs = [tensor[:num_tokens] for tensor in self.inputs]
         arguments, attributes = self.experts.fused_call()
-        return lambda: torch.ops.mxk.moe(*inputs, *arguments, **attributes)  # type: ignore[no-any-return]
+        return lambda: torch.ops.mxk.moe(*inputs, *arguments, **attributes)
 
 
 def measure(model: Any, name: str) -> tuple[list[LayerFigures], list[Row]]:
@@ -64,13 +66,19 @@ def measure(model: Any, name: str) -> tuple[list[LayerFigures], list[Row]]:
 
     name: of the model, for the rows.
     """
-    with torch.inference_mode():
-        layers = _receive(model, max(TOKENS))
-        if not layers or supports(_describe(layers[0])) is not None:
-            return [], []
-        figures = [_figures(layer) for layer in layers]
-        read = timing.read_bandwidth([layer.experts.w13_weight for layer in layers])
-        rows = [row for num_tokens in TOKENS for row in _rows(layers, name, num_tokens, figures, read)]
+    num_threads = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            layers = _receive(model, max(TOKENS))
+            if not layers or supports(_describe(layers[0])) is not None:
+                return [], []
+            if sum(layer.experts.w13_weight.nbytes for layer in layers) < _ONE_THREAD_BYTES:
+                torch.set_num_threads(1)
+            figures = [_figures(layer) for layer in layers]
+            read = timing.read_bandwidth([layer.experts.w13_weight for layer in layers])
+            rows = [row for num_tokens in TOKENS for row in _rows(layers, name, num_tokens, figures, read)]
+    finally:
+        torch.set_num_threads(num_threads)
     return figures, rows
 
 

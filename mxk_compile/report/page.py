@@ -14,6 +14,7 @@ from mxk_compile.report.plots import Plot
 from mxk_compile.report.svg import escape
 
 Cell = object
+_WIDE_CELL = 44  # letters from which a cell's text is set on several lines
 
 _CSS = """
 *{box-sizing:border-box}
@@ -27,6 +28,7 @@ p{margin:6px 0;max-width:74ch;overflow-wrap:anywhere}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:18px 0}
 .tile{background:var(--raised);border-radius:8px;padding:12px 14px;min-width:0}
 .tile b{display:block;font-size:1.5rem;line-height:1.25;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
+.tile b.long{font-size:1.05rem;line-height:1.9}
 .tile span{color:var(--soft);font-size:.875rem}
 .scroll{overflow-x:auto;margin:8px 0;-webkit-overflow-scrolling:touch}
 table{border-collapse:collapse;font-size:.875rem;min-width:100%}
@@ -34,7 +36,8 @@ caption{text-align:left;padding:4px 0;caption-side:bottom}
 th,td{padding:5px 12px 5px 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}
 th{color:var(--soft);font-weight:600;white-space:nowrap}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-td{max-width:46ch;overflow-wrap:anywhere;min-width:6ch}
+td{white-space:nowrap}
+td.w{white-space:normal;min-width:30ch;max-width:60ch;overflow-wrap:anywhere}
 figure{margin:14px 0 22px}
 figure .scroll svg{display:block;max-width:none}
 @media (min-width:800px){figure .scroll svg{max-width:100%;height:auto}}
@@ -73,7 +76,7 @@ class Page:
     def tiles(self, tiles: Iterable[tuple[str, str]]) -> None:
         """Figures with what they mean."""
         boxes = "".join(
-            f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
+            f'<div class="tile"><b{_long(value)}>{escape(value)}</b><span>{escape(what)}</span></div>'
             for value, what in tiles
         )
         self.parts.append(f'<div class="tiles">{boxes}</div>')
@@ -87,7 +90,7 @@ class Page:
             for column, cell in enumerate(row):
                 right = isinstance(cell, (int, float))
                 numeric[column] |= right
-                mark = ' class="n"' if right else ""
+                mark = ' class="n"' if right else ' class="w"' if len(str(cell)) > _WIDE_CELL else ""
                 cells.append(f"<td{mark}>{_cell(cell)}</td>")
             body.append(f"<tr>{''.join(cells)}</tr>")
         heads = "".join(
@@ -138,6 +141,10 @@ class Page:
         intro = f'<h1>{escape(self.title)}</h1><p class="soft">{escape(self.subtitle)} · made {day}</p>'
         body = "\n".join(self.parts)
         return f"{head}\n<body><main>\n{intro}\n{body}\n</main></body></html>\n"
+
+
+def _long(value: str) -> str:
+    return " class=long" if len(value) > 10 else ""
 
 
 def _cell(cell: Cell) -> str:

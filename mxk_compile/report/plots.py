@@ -183,24 +183,30 @@ def _floor(rows: Sequence[Row]) -> Plot | None:
         return left + across * (right - left), bottom - up * (bottom - top)
 
     parts = _legend([*shown.items(), (f"floor: read at {read:.0f} GB/s", "floor")], left)
+    parts.append(svg.text(left - 6, 18, "µs a call", anchor="end", colour="soft"))
     for value in _ticks(x_ends):
         x, _ = place(value, y_ends[0])
         parts += [
             svg.path([(x, top), (x, bottom)], "line", width=1),
-            svg.text(x, bottom + 16, f"{value:g}", anchor="middle", colour="soft", size=11),
+            svg.text(x, bottom + 16, _tick(value), anchor="middle", colour="soft", size=11),
         ]
     for value in _ticks(y_ends):
         _, y = place(x_ends[0], value)
         parts += [
             svg.path([(left, y), (right, y)], "line", width=1),
-            svg.text(left - 6, y + 4, f"{value:g}", anchor="end", colour="soft", size=11),
+            svg.text(left - 6, y + 4, _tick(value), anchor="end", colour="soft", size=11),
         ]
     ends = [(mb, mb / read * 1e3) for mb in (max(x_ends[0], y_ends[0] * read / 1e3), x_ends[1])]
     parts.append(svg.path([place(*end) for end in ends], "floor", dashed=True, width=2))
+    named: list[tuple[float, float]] = []
     for row, mb in zip(known, megabytes, strict=True):
         x, y = place(mb, row.us)
         why = f"{row.impl}, {_label(row)}: {row.us:.1f} µs, {mb:.1f} MB"
         parts.append(svg.dot(x, y, shown[row.impl], why))
+        free = all(abs(x - at[0]) > 30 or abs(y - at[1]) > 14 for at in named)
+        if free and (row.impl == "fused" or len(shown) == 1):
+            named.append((x, y))
+            parts.append(svg.text(x, y + 17, f"T={row.num_tokens}", anchor="middle", colour="soft", size=10))
     parts += [
         svg.text(
             (left + right) / 2,
@@ -209,7 +215,6 @@ def _floor(rows: Sequence[Row]) -> Plot | None:
             anchor="middle",
             colour="soft",
         ),
-        svg.text(12, top - 6, "µs a call", colour="soft"),
     ]
     drawn = svg.drawing(parts, _WIDTH, bottom + 44, f"µs against the floor, {_title(rows)}")
     caption = (
@@ -230,3 +235,7 @@ def _ticks(ends: tuple[float, float]) -> list[float]:
     steps = (1, 2, 5) if last - first <= 3 else (1,)
     found = [step * 10.0**decade for decade in range(first, last + 1) for step in steps]
     return [value for value in found if ends[0] <= value <= ends[1]]
+
+
+def _tick(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
