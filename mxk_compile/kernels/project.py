@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from mxk_compile.kernels import cuda
-from mxk_compile.kernels.cuda import grouped
+from mxk_compile.kernels.cuda import grouped, repack
+from mxk_compile.kernels.fallback import say_reference_once
 from mxk_compile.meta.project import check_project
-from mxk_compile.ops.project import OVERLOADS, enter_directly, reference
-
-_logger = logging.getLogger("mxk_compile.kernels")
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    _logger.warning("mxk::project runs its torch reference: %s", reason)
+from mxk_compile.ops.project import NUM_ROUTING, OVERLOADS, enter_directly, reference
 
 
 def project_cpu(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> None:
@@ -39,9 +31,18 @@ def _judge(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any)
 
 def project_cuda(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> None:
     """On CUDA: the kernels of kernels/cuda/grouped.py, or the torch reference, which says why once."""
+    if attributes.get("pack_dim") == "output":
+        check_project(overload, out, x, *args, **attributes)
+        count = NUM_ROUTING[overload]
+        weight, scale, zero = (*args[count:], None)[:3]
+        turned = repack.along_inputs((weight, scale, None, None, zero, None, None, None))
+        args, attributes = (
+            (*args[:count], turned[0], turned[1], turned[4]),
+            {**attributes, "pack_dim": "input"},
+        )
     reason = grouped.project(_judge, overload, out, x, *args, **attributes)
     if reason is not None:
-        _say_once(reason)
+        say_reference_once("mxk::project", reason)
         reference(overload, out, x, *args, **attributes)
 
 

@@ -4,11 +4,13 @@ moe_decode.cu   few rows an expert: the layer in one launch
 prefill.cu      many: tensor-core products of rows sorted by routing.cu
 build.py        sources to machine code; driver.py launches it; operands.py describes tensors to it
 grouped.py      `mxk::project`: one of those products by itself, rows brought by groups.cu
+repack.py       INT4 weights that are packed along the outputs
 schedule.py     which of them runs a call
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mxk_compile.errors import KernelError
-from mxk_compile.kernels.cuda import build, decode, dequant, prefill, scales
+from mxk_compile.kernels.cuda import build, decode, dequant, prefill, repack, scales
 from mxk_compile.kernels.cuda.operands import ALIGNMENT, FLOATS, Call, Operands
 from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
@@ -43,9 +45,7 @@ def unavailable() -> str | None:
 def supports(desc: MoEDesc) -> str | None:
     """None if `moe` runs calls of this description here, else the reason in one line."""
     sizes = desc.hidden_size, desc.intermediate_size
-    if desc.pack_dim != "input":
-        reason = f"pack_dim is {desc.pack_dim!r}; allowed: 'input'"
-    elif desc.dtype != torch.bfloat16:
+    if desc.dtype != torch.bfloat16:
         reason = f"hidden_states are {desc.dtype}; allowed: torch.bfloat16"
     elif any(size == 0 or size % 32 for size in sizes):
         reason = f"K = {sizes[0]}, I = {sizes[1]}; allowed: multiples of 32 above 0"
@@ -80,7 +80,7 @@ class Prepared:
         reusable: False where a copy of a weight was made, which holds for one call only.
     """
 
-    __slots__ = ("_copies_x", "_device", "_out", "_runner", "_scales", "reusable")
+    __slots__ = ("_copies_x", "_device", "_out", "_runner", "_scales", "_turned", "reusable")
 
     def __init__(
         self,
@@ -105,6 +105,10 @@ class Prepared:
         """
         device, num_tokens = hidden_states.get_device(), hidden_states.shape[0]
         weights = (*weights, *(None,) * (8 - len(weights)))
+        self._turned: tuple[Any, ...] | None = None
+        if desc.pack_dim == "output":
+            desc = dataclasses.replace(desc, pack_dim="input")
+            self._turned = weights = repack.along_inputs(weights)
         if torch.cuda.is_current_stream_capturing() and any(
             isinstance(weight, (list, tuple)) and weight for weight in weights
         ):
@@ -136,7 +140,7 @@ class Prepared:
                 self._runner: decode.Decode | prefill.Prefill = decode.Decode(call, chosen.macros)
             else:
                 self._runner = prefill.Prefill(call, chosen.sizes)
-        self.reusable = not call.operands.copied
+        self.reusable = not call.operands.copied and self._turned is None
 
     def current(self, w13_scale: Weights, w2_scale: Weights) -> bool:
         """Whether what was found out about the scales still holds: their bytes may have changed in place."""

@@ -19,13 +19,14 @@ _MOST_SEEN = 65536
 _expired = torch.UntypedStorage._expired
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
+    """Changes when a tensor is written to in place."""
     return _INFERENCE if tensor.is_inference() else tensor._version
 
 
 def _known(tensor: Tensor) -> bool | None:
     entry = _seen.get((tensor.data_ptr(), tensor.shape, tensor.stride()))
-    if entry is None or entry[0].expired() or entry[1] != _version(tensor):
+    if entry is None or entry[0].expired() or entry[1] != version(tensor):
         return None
     return entry[2]
 
@@ -50,7 +51,7 @@ def small(tensors: list[Tensor]) -> bool | None:
             _seen.clear()
         for tensor, answer in zip(unknown, answers, strict=True):
             key = tensor.data_ptr(), tensor.shape, tensor.stride()
-            _seen[key] = (StorageWeakRef(tensor.untyped_storage()), _version(tensor), answer)
+            _seen[key] = (StorageWeakRef(tensor.untyped_storage()), version(tensor), answer)
         known += answers
     return all(answer for answer in known if answer is not None)
 
@@ -67,7 +68,7 @@ class Watch:
     def __init__(self, scales: tuple[Weights, ...]) -> None:
         tensors = _flat(scales)
         self.small = small(tensors)
-        self._versions = [_version(tensor) for tensor in tensors]
+        self._versions = [version(tensor) for tensor in tensors]
         self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
         self._addresses = [storage.cdata for storage in self._storages]
         self._stacked = len(tensors) == len(scales)

@@ -15,6 +15,7 @@ from mxk_compile.bench.chord import SCENARIOS, Scenario, make_call
 from mxk_compile.errors import CallError
 from mxk_compile.integrations.humming.layer import HummingLayer
 from mxk_compile.projections import align, contiguous, indexed, masked, prepare, routes
+from mxk_compile.testing import random_case, rel_l2
 
 pytestmark = pytest.mark.gpu
 
@@ -159,11 +160,32 @@ def test_wrong_modes_and_weights_are_refused() -> None:
         masked(rows(6, 256), weight, torch.ones(6, dtype=torch.int32), 1)
 
 
-@pytest.mark.parametrize("form", [{"pack_dim": "output"}, {"inputs": 160}, {"group": None, "zero": True}])
-def test_forms_without_a_kernel_run_the_reference(form: dict[str, Any]) -> None:
-    held = stack(3, 64, **form)
-    x, ids = rows(3, held.weight.inputs), int32([0, 2, 5]).view(3, 1)
+def test_weights_packed_along_the_outputs() -> None:
+    held = stack(3, 64, pack_dim="output", zero=True)
+    x, ids = rows(3, 256), int32([0, 2, 5]).view(3, 1)
     check(routes(x, held.weight, ids, top_k=1, out=unwritten(3, 64, "cuda")), held.expected(x, [0, 2, -1]))
+
+
+def test_inputs_without_a_kernel_run_the_reference() -> None:
+    held = stack(3, 64)
+    x, ids = rows(3, 256).float(), int32([0, 2, 5]).view(3, 1)
+    out = routes(x, held.weight, ids, top_k=1, out=torch.full((3, 64), UNWRITTEN, device="cuda"))
+    check(out, held.expected(x, [0, 2, -1]))
+
+
+@pytest.mark.parametrize("packing", ["output", "input"])
+@pytest.mark.parametrize("tokens", [3, 90])
+def test_a_layer_packed_along_the_outputs(packing: str, tokens: int) -> None:
+    case = random_case(
+        num_tokens=tokens, weight_format="uint4", zero=True, pack_dim=packing, hidden_size=256,
+        intermediate_size=128, device="cuda",
+    )  # fmt: skip
+    result = case.fused()
+    assert rel_l2(result, case.reference()) < 6e-3
+    case.w2.zero_()  # in place: what was made of it is made again
+    zeros = (case.w2_zero.zero_() if case.w2_zero is not None else None,)
+    assert zeros[0] is not None
+    assert bool((case.fused() == 0).all())
 
 
 def test_a_humming_layer() -> None:
