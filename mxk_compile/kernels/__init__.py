@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -16,18 +15,12 @@ from torch._C._profiler import _RecordFunctionFast
 from mxk_compile.kernels import cpu, cuda, project, tpc
 from mxk_compile.kernels.cuda.operands import ALIGNMENT
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
+from mxk_compile.kernels.fallback import say_reference_once
 from mxk_compile.kernels.select import select, supports
 from mxk_compile.ops import library
 from mxk_compile.ops.moe import autograd_rules, reference
 
 __all__ = ["KernelConfig", "MoEDesc", "project", "select", "supports"]
-
-_logger = logging.getLogger("mxk_compile.kernels")
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    _logger.warning("mxk::moe runs its torch reference: %s", reason)
 
 
 prepared: dict[str, dict[Any, Any]] = {"CPU": {}, "CUDA": {}}
@@ -49,7 +42,7 @@ def _judge(args: tuple[Any, ...], attributes: dict[str, Any]) -> tuple[MoEDesc, 
 
 def _reference(reason: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> Tensor:
     """The fp32 torch reference, which says why once."""
-    _say_once(reason)
+    say_reference_once("mxk::moe", reason)
     return reference(*args, **attributes)
 
 

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mxk_compile import errors
 from mxk_compile.backend import compile_with
 from mxk_compile.kernels import MoEDesc, supports, tpc
+from mxk_compile.kernels.fallback import say_reference_once
 from mxk_compile.kernels.select import token_range
 from mxk_compile.ops import stack
 from mxk_compile.ops.moe import reference
@@ -328,7 +329,7 @@ def test_int4_operands_that_the_kernels_do_not_read(
     changes: dict[str, Any], reason: str, on_cpu: None
 ) -> None:
     report.say_stock_once.cache_clear()
-    tpc._say_once.cache_clear()
+    say_reference_once.cache_clear()
     case = variant_case("int4", zero=changes.get("zero", False))
     if "scale" in changes:
         case.w13_scale = case.w13_scale.to(changes["scale"])
@@ -569,7 +570,7 @@ def test_any_call_runs_right_or_is_refused_before_a_kernel_runs(
 
 @pytest.mark.parametrize("num_tokens", [0, 32, 33])
 def test_eager_calls_at_the_edges_of_t(num_tokens: int, caplog: pytest.LogCaptureFixture) -> None:
-    tpc._say_once.cache_clear()
+    say_reference_once.cache_clear()
     stand_ins.called.clear()
     case = variant_case("gptoss", num_tokens=num_tokens)
     desc = dataclasses.replace(

@@ -9,8 +9,6 @@ tensors and limits of the kernels stand in signatures.py. Nothing here has run o
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mxk_compile.errors import KernelError
+from mxk_compile.kernels.fallback import say_reference_once
 from mxk_compile.kernels.tpc.signatures import (
     CHUNK,
     DTYPES,
@@ -35,8 +34,6 @@ from mxk_compile.ops.stack import stack_of
 
 if TYPE_CHECKING:
     from mxk_compile.kernels.desc import KernelConfig, MoEDesc
-
-_logger = logging.getLogger("mxk_compile.kernels")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,11 +271,6 @@ def sequence(
     return call_kernel(second, arguments)
 
 
-@functools.cache
-def _say_once(reason: str) -> None:
-    _logger.warning("mxk::moe runs its torch reference: %s", reason)
-
-
 def moe(
     desc: MoEDesc,
     hidden_states: Tensor,
@@ -299,7 +291,7 @@ def moe(
     if not fewest <= num_tokens <= most:
         reason = f"Gaudi kernels: {num_tokens} tokens; allowed: {fewest} to {most} with top_k {desc.top_k}"
     if reason is not None:
-        _say_once(reason)
+        say_reference_once("mxk::moe", reason)
         attributes: dict[str, Any] = {
             "weight_format": desc.weight_format,
             "row_order": desc.row_order,
