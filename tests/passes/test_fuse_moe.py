@@ -247,6 +247,41 @@ return (moe_default,)""",
     assert rel_l2(found.result, case.reference()) < 4e-3
 
 
+@pytest.mark.parametrize("group", [32, 64, 128, None])
+@pytest.mark.parametrize("form", ["conversions", "native"])
+def test_int4_groups_of_every_size(rewrite: Callable[..., Any], group: int | None, form: str) -> None:
+    native = form == "native"
+    case = random_case(
+        num_experts=3, weight_format="int4" if native else "uint4", pack_dim="output", group_size=group,
+        zero=not native, hidden_size=256, intermediate_size=128, experts_min=5,
+    )  # fmt: skip
+    ids = ids_range(case)
+
+    def call(x: Tensor, topk_ids: Tensor, weights: Tensor, *stacks: Tensor) -> Tensor:
+        w13, s13, w2, s2, *zeros = (stack.unbind(0) for stack in stacks)
+        if native:
+            return stock.int4_fused_weights(
+                x, topk_ids, weights, w13, w2, s13, s2, permuted_weights=False, activation="silu", **ids
+            )
+        convert = torch.ops.hpu.convert_from_uint4
+        lists = [
+            [convert(*parts, torch.bfloat16) for parts in zip(*stack, strict=True)]
+            for stack in ((w13, s13, zeros[0]), (w2, s2, zeros[1]))
+        ]
+        return stock.fused_weights(x, topk_ids, weights, *lists, False, "silu", *ids.values())
+
+    # One zero point a group and expert, packed like the weights.
+    zeros = [z[..., 0::2] | z[..., 1::2] << 4 for z in case.weights[4:6] if z is not None]
+    words = [z.contiguous().flatten().view(torch.int32).view(*z.shape[:2], -1) for z in zeros]
+    found = rewrite(call, *case.routing, *case.weights[:4], *words)
+    assert found.report.num_fused == 1, str(found.report)
+    assert found.after[0].count("moe.default") == 1
+    assert "mixture_of_experts" not in found.after[0]
+    assert "convert_from" not in found.after[0]
+    assert torch.equal(found.result, case.fused())
+    assert rel_l2(found.result, case.reference()) < 6e-3
+
+
 @pytest.mark.parametrize("overload", ["default", "bias_fused_weights"])
 def test_conversions_feed_every_float_overload(rewrite: Callable[..., Any], overload: str) -> None:
     bias = overload == "bias_fused_weights"
