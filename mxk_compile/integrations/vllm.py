@@ -3,12 +3,15 @@
 vLLM calls `register` in every process it starts, before it builds a model. Three quantization configs are then ours
 (vllm_quantization.py): each takes the layers that it can run and leaves the rest to the config it stands in for. So is
 the class of routed-experts layers (vllm_layer.py), for the layers of all other configs.
-Nothing of vLLM is changed on disk, and without the variable nothing is imported.
+With vllm-gaudi the graphs of its own backend are rewritten instead (vllm_gaudi.py). Nothing of vLLM is changed on disk,
+and without the variable nothing is imported.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from importlib import metadata
 
 from mxk_compile.errors import InstallError
@@ -42,6 +45,30 @@ def unsupported() -> str | None:
     return None
 
 
+def two_copies() -> str | None:
+    """None if one copy of this package is on the path, else the reason: processes could import different ones."""
+    found = {os.path.realpath(os.path.join(folder, "mxk_compile")) for folder in sys.path}
+    copies = sorted(folder for folder in found if os.path.isfile(os.path.join(folder, "__init__.py")))
+    if len(copies) < 2:
+        return None
+    return f"two copies of mxk_compile are installed, {' and '.join(copies)}; uninstall one"
+
+
+def _on_gaudi() -> bool:
+    """Whether vllm-gaudi is here, which then is followed, or has said why not."""
+    from mxk_compile.integrations import vllm_gaudi
+
+    return vllm_gaudi.register()
+
+
+def prepare() -> None:
+    """The entry point of `vllm.platform_plugins`: vllm-gaudi's environment. None, always, is "no platform"."""
+    if settings.vllm and two_copies() is None:
+        from mxk_compile.integrations import vllm_gaudi
+
+        vllm_gaudi.prepare()
+
+
 def register() -> None:
     """The entry point of `vllm.general_plugins`; may be called again. Raises nothing: a reason is logged instead."""
     if settings.vllm_humming:
@@ -51,7 +78,10 @@ def register() -> None:
             _logger.warning("mxk_compile: %s", error)
     if not settings.vllm:
         return
-    reason = unsupported()
+    reason = two_copies()
+    if reason is None and _on_gaudi():
+        return
+    reason = reason or unsupported()
     if reason is None:
         try:
             from mxk_compile.integrations import vllm_layer, vllm_quantization

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,31 @@ def test_a_vllm_without_the_interfaces_stays_stock(
     assert record.getMessage().startswith("mxk_compile: vLLM 0.32.0 lacks what the plugin builds on: ")
 
 
-def test_the_entry_point_imports_no_vllm() -> None:
-    command = "import sys, mxk_compile.integrations.vllm as m; m.register(); sys.exit('vllm' in sys.modules)"
+@pytest.mark.usefixtures("switched_on")
+def test_two_copies_stay_stock(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    assert vllm.two_copies() is None
+    (tmp_path / "mxk_compile").mkdir()
+    (tmp_path / "mxk_compile" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(vllm, "version", lambda: "0.32.0")
+    assert vllm.prepare() is None
+    vllm.register()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("mxk_compile: two copies of mxk_compile are installed, ")
+    assert str(tmp_path / "mxk_compile") in record.getMessage()
+    assert record.getMessage().endswith("; uninstall one; MoE layers stay stock")
+    # The same one twice, through a link, is one.
+    (tmp_path / "mxk_compile" / "__init__.py").unlink()
+    (tmp_path / "mxk_compile").rmdir()
+    (tmp_path / "mxk_compile").symlink_to(Path(vllm.__file__).parents[1])
+    assert vllm.two_copies() is None
+
+
+def test_the_entry_points_import_no_vllm() -> None:
+    command = (
+        "import sys, mxk_compile.integrations.vllm as m; m.prepare(); m.register(); "
+        "sys.exit('vllm' in sys.modules or 'mxk_compile.integrations.vllm_gaudi' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", command], check=False).returncode == 0
