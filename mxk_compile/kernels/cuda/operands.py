@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from typing import Any
 
 import torch
@@ -43,6 +44,13 @@ class Operand:
     kept: tuple[Tensor, ...] = ()
     copied: bool = False
 
+    @property
+    def alignment(self) -> int:
+        """Bytes, a power of two up to `ALIGNMENT`, that every row's start is a multiple of."""
+        base, table, expert_stride, row_stride = self.fields
+        addresses = self.kept[-1].tolist() if table else (base, expert_stride)
+        return math.gcd(ALIGNMENT, row_stride, *addresses)
+
     def aligned(self, dense_bytes: int) -> bool:
         """Whether every expert starts on `ALIGNMENT` bytes and its rows are dense, `dense_bytes` apart."""
         base, table, expert_stride, row_stride = self.fields
@@ -62,19 +70,23 @@ class Format:
         scales: dtype of INT4's scales, of enum Dtype.
         group_log: log2 of the columns that share a scale, 31 for a whole row.
         zeros: whether there are zero points.
+        scale_alignment: bytes that rows of scales start on.
     """
 
     code: int
     scales: int
     group_log: int
     zeros: bool
+    scale_alignment: int
 
     @classmethod
     def of(cls, weight_format: str, scale: Operand, zero: Operand, group_size: int) -> Format:
         """From a weight's arguments; group_size is that of `MoEDesc.group_sizes`."""
         code = ("mxfp4", "uint4", "int4").index(weight_format)
         group_log = _GROUP_LOGS.get(group_size, _WHOLE_ROW)
-        return cls(code, scale.dtype if code else 0, group_log, zero is not ABSENT)
+        # No copy of scales is wider than 8 bytes, or 4 for MXFP4's.
+        alignment = min(scale.alignment, 8 if code else 4)
+        return cls(code, scale.dtype if code else 0, group_log, zero is not ABSENT, alignment)
 
     @property
     def macros(self) -> dict[str, int]:
@@ -84,6 +96,7 @@ class Format:
             "MXK_SCALES": self.scales,
             "MXK_GROUP_LOG": self.group_log,
             "MXK_ZEROS": int(self.zeros),
+            "MXK_SCALE_ALIGNMENT": self.scale_alignment,
         }
 
 

@@ -69,10 +69,10 @@ def test_zero_points_beyond_a_nibble() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, Format(1, 0, 5, False)),
-        ({"weight_format": "int4", "group_size": 64}, Format(2, 0, 6, False)),
-        ({"zero": True, "group_size": None}, Format(1, 0, 31, True)),
-        ({"weight_format": "mxfp4"}, Format(0, 0, 5, False)),
+        ({}, Format(1, 0, 5, False, 4)),
+        ({"weight_format": "int4", "group_size": 64}, Format(2, 0, 6, False, 2)),
+        ({"zero": True, "group_size": None}, Format(1, 0, 31, True, 2)),
+        ({"weight_format": "mxfp4"}, Format(0, 0, 5, False, 2)),
     ],
 )
 def test_what_the_kernel_is_told(changes: dict[str, Any], expected: Format) -> None:
