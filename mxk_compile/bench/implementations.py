@@ -1,6 +1,6 @@
 """The ways to run a layer: the fused op, the stock op, the stock op on bf16 copies, and peers in a checkout.
 
-A peer is a module of `benchmarks/peers` with `NAME`, `DEVICE`, `missing()` and `layer(case)` (see its __init__).
+A peer is a module of `benchmarks/peers`; its __init__ says what it has.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def make(name: str, layers: list[MoECase]) -> Implementation:
         found = [peer.layer(layer) for layer in layers]
     except unsuitable as error:
         raise _refusal(name, "it computes no such layer", str(error)) from None
-    return Implementation(peer.NAME, found, getattr(peer, "CAPTURABLE", False), peer.version())
+    return Implementation(peer.NAME, found, peer.CAPTURABLE, peer.version())
 
 
 def load_peer(name: str) -> ModuleType:

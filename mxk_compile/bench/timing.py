@@ -88,6 +88,8 @@ def time_cuda(calls: Calls, method: Method, capturable: bool) -> Times:
         end.synchronize()
         if index >= _CUDA_WARM_UP:
             samples.append(start.elapsed_time(end) * 1e3 / method.chain)
+        if sum(samples) * method.chain > method.seconds * 1e6 and len(samples) > method.fewest:
+            break
     kind = f"{len(chains)} CUDA graph(s)" if capturable else "no CUDA graph"
     return Times(sorted(samples), f"chain of {method.chain}, median of {len(samples)}, {kind}")
 
