@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mxk_compile.checkpoint import PackedExperts
 from mxk_compile.errors import CallError
+from mxk_compile.ops.formats import mxfp4
 from mxk_compile.ops.moe import WEIGHTS
 
 
@@ -60,8 +61,10 @@ def tensor_shard(experts: PackedExperts, rank: int, num_ranks: int) -> PackedExp
     if experts.pack_dim != "input":
         raise CallError("tensor_shard", f"pack_dim={experts.pack_dim!r}", "'input'", "shard before repacking")
     intermediate_size, num_groups = experts.w13.shape[1] // 2, experts.w2_scale.shape[-1]
-    # One group is the whole row: any even number of columns may be cut from it, 32 at a time as kernels take them.
-    group = intermediate_size // num_groups if num_groups > 1 else 32
+    # A last MXFP4 group may be shorter. One group is the whole row: any even number of columns may be cut from it, 32 at
+    # a time as kernels take them.
+    per_row = num_groups == 1 or experts.weight_format == "mxfp4"
+    group = mxfp4.BLOCK if per_row else intermediate_size // num_groups
     parts = -(-intermediate_size // group)
     _check("tensor_shard", rank, num_ranks, parts, "scale groups of the intermediate size")
     begin, end = (bound * group for bound in _span(parts, rank, num_ranks))

@@ -72,6 +72,55 @@ def test_sizes_of_gptoss(num_ranks: int, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("intermediate_size", "num_ranks", "sizes"),
+    [
+        (2880, 2, {1440}),
+        (2880, 4, {736, 704}),
+        (2880, 8, {384, 352}),
+        (1440, 2, {736, 704}),
+        (720, 1, {720}),  # the last scale group is half a group
+        (720, 2, {384, 336}),
+    ],
+)
+def test_ranks_whose_size_is_no_multiple_of_64(
+    intermediate_size: int, num_ranks: int, sizes: set[int]
+) -> None:
+    case = random_case(num_tokens=5, hidden_size=64, intermediate_size=intermediate_size, **CASES[0])
+    shards = [tensor_shard(packed(case), rank, num_ranks) for rank in range(num_ranks)]
+    assert {2 * shard.w2.shape[-1] for shard in shards} == sizes
+    total = sum(run(case, shard).float() for shard in shards)
+    assert rel_l2(total, case.reference()) < 6e-3
+
+
+def test_720_columns_a_rank_where_a_row_has_one_scale() -> None:
+    """What whole scale groups do not allow, one scale a row does: two equal ranks of 1440 columns."""
+    case = random_case(
+        num_tokens=5, hidden_size=64, intermediate_size=1440, weight_format="uint4", group_size=None
+    )
+    whole = packed(case)
+    total = torch.zeros(5, 64)
+    for rank in range(2):
+        rows = torch.cat([torch.arange(720) + 720 * rank, torch.arange(720) + 1440 + 720 * rank])
+        part = dataclasses.replace(
+            whole,
+            w13=whole.w13[:, rows],
+            w13_scale=whole.w13_scale[:, rows],
+            w2=whole.w2[..., 360 * rank : 360 * (rank + 1)].clone(),
+        )
+        total += run(case, part).float()
+    assert rel_l2(total, case.reference()) < 6e-3
+
+
+def test_experts_and_columns_both_split() -> None:
+    case = random_case(num_tokens=6, num_experts=7, hidden_size=64, intermediate_size=160, **CASES[0])
+    total = torch.zeros(6, 64)
+    for rank in range(4):
+        experts, first = expert_shard(packed(case), rank // 2, 2)
+        total += run(case, tensor_shard(experts, rank % 2, 2), first).float()
+    assert rel_l2(total, case.reference()) < 6e-3
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (
@@ -99,7 +148,7 @@ def test_wrong_ranks_are_refused(call: Any, message: str) -> None:
 def _rank(rank: int, num_ranks: int, address: str, answer: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
     torch.set_num_threads(1)
-    case = random_case(num_tokens=6, num_experts=7, intermediate_size=160, **CASES[0])
+    case = random_case(num_tokens=6, num_experts=7, intermediate_size=2880, **CASES[0])
     whole = packed(case)
     experts, first = expert_shard(whole, rank, num_ranks)
     results = [run(case, experts, first).float(), run(case, tensor_shard(whole, rank, num_ranks)).float()]
@@ -113,6 +162,6 @@ def _rank(rank: int, num_ranks: int, address: str, answer: str) -> None:
 def test_four_processes(tmp_path: Path) -> None:
     answer, address = tmp_path / "answer.pt", f"file://{tmp_path / 'rendezvous'}"
     torch.multiprocessing.spawn(_rank, args=(4, address, str(answer)), nprocs=4)
-    expected = random_case(num_tokens=6, num_experts=7, intermediate_size=160, **CASES[0]).reference()
+    expected = random_case(num_tokens=6, num_experts=7, intermediate_size=2880, **CASES[0]).reference()
     for result in torch.load(answer):
         assert rel_l2(result, expected) < 6e-3

@@ -82,6 +82,54 @@ def test_left_stock(changes: dict[str, Any], reason: str) -> None:
     assert refusal(layer(**changes), "mxfp4", "gate_up", 32) == reason
 
 
+def test_without_a_usable_kernel_layers_stay_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mxk_compile.kernels import cpu
+
+    monkeypatch.setattr(cpu, "available", lambda: "libmxk_cpu.so was not built; reinstall")
+    reason = refusal(layer(), "mxfp4", "gate_up", 32)
+    assert reason == "CPU kernels: libmxk_cpu.so was not built; reinstall"
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        None,  # not quantised
+        {"weights": None},
+        {"weights": {"num_bits": 8}},
+        {"weights": {"type": "float"}},
+        {"weights": {"actorder": "group"}},
+        {"format": "unheard-of"},
+        {"input_activations": object()},
+        "differs",
+    ],
+    ids=str,
+)
+def test_other_compressed_tensors_schemes_are_vllms(scheme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True, "actorder": None}
+    known |= {"strategy": "group", "dynamic": False}
+
+    def scheme_of(changes: Any) -> Any:
+        if changes is None:
+            return None
+        weights = changes.get("weights", {})
+        weights = weights if weights is None else SimpleNamespace(**known | weights)
+        return {"format": "pack-quantized", "input_activations": None, **changes, "weights": weights}
+
+    config = object.__new__(vllm_quantization.PackedTensorsConfig)
+    monkeypatch.setattr(config, "_add_fused_moe_to_target_scheme_map", lambda: None, raising=False)
+    names = SimpleNamespace(ckpt_gate_proj_name="gate", ckpt_up_proj_name="up", ckpt_down_proj_name="down")
+    found = {"gate": scheme_of({}), "up": scheme_of({}), "down": scheme_of({})}
+    by_name = lambda layer, name: found[name.rpartition(".")[2]]  # noqa: E731
+    monkeypatch.setattr(config, "get_scheme_dict", by_name, raising=False)
+    found["up"] = found["down"] = found["gate"]
+    assert config._int4_scheme(names, "a") is found["gate"]
+    if scheme == "differs":
+        found["down"] = scheme_of({"weights": {"group_size": 64}})
+    else:
+        found.update(dict.fromkeys(found, scheme_of(scheme)))
+    assert config._int4_scheme(names, "a") is None
+
+
 def test_int4_ranks_hold_whole_groups() -> None:
     sizes = {"intermediate_size_per_partition": 96}
     assert refusal(layer(**sizes), "uint4", "gate_up", 32) is None
@@ -98,3 +146,15 @@ def test_registered_configs_are_found_and_registering_again_changes_nothing() ->
         assert get_quantization_config("gpt_oss_mxfp4") is vllm_quantization.GptOssConfig
         assert get_quantization_config("mxfp4") is vllm_quantization.PlainMxfp4Config
         assert get_quantization_config("compressed-tensors") is vllm_quantization.PackedTensorsConfig
+
+
+def test_the_layer_is_vllms_by_its_public_hook() -> None:
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    from mxk_compile.integrations import vllm_layer
+
+    for _ in range(2):
+        vllm_layer.register()
+        assert op_registry_oot["RoutedExperts"] is vllm_layer.PackedRoutedExperts
+    assert type(RoutedExperts.__new__(RoutedExperts)) is vllm_layer.PackedRoutedExperts

@@ -40,13 +40,18 @@ MEAN, LARGEST = 0.04, 0.6
 
 
 def serve(
-    folder: Path, model: Path, prompts: list[str], environment: dict[str, str], **engine: Any
+    folder: Path,
+    model: Path,
+    prompts: list[str],
+    environment: dict[str, str],
+    cuda_shape: bool = False,
+    **engine: Any,
 ) -> tuple[list[Any], str]:
     """The engine's answer, left in `folder` too, and all that it and its workers logged."""
     answer = folder / "answer.json"
     answer.unlink(missing_ok=True)
     request = {"model": str(model), "prompts": prompts, "new_tokens": NEW_TOKENS, "engine": engine}
-    request["answer"] = str(answer)
+    request |= {"answer": str(answer), "cuda_shape": cuda_shape}
     result = subprocess.run(
         [sys.executable, ENGINE],
         input=json.dumps(request),
@@ -122,3 +127,26 @@ def test_int4_groups_channels_and_zero_points(tmp_path: Path) -> None:
     answers, log = serve(tmp_path, tmp_path, prompts, IN_PROCESS)
     assert TAKEN in log
     check(answers, int4_checkpoint.reference_model(tmp_path, state))
+
+
+def test_as_an_opaque_node_cold_and_from_the_aot_cache(gptoss: tuple[Any, list[str]], tmp_path: Path) -> None:
+    """The graph shape of NVIDIA: the layer looked up at run time, two ranges of tokens, no trace at a warm start."""
+    model, prompts = gptoss
+    environment = {
+        **IN_PROCESS,
+        "VLLM_CACHE_ROOT": str(tmp_path),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i"),
+    }
+    answers = []
+    for start in ("cold", "warm"):
+        answer, log = serve(tmp_path, SHIPPED, prompts, environment, cuda_shape=True)
+        assert TAKEN in log
+        check(answer, model)
+        answers.append(answer)
+        calls = json.loads(log[log.index('{"calls"') :].split("\n")[0])["calls"]
+        # Decode of three sequences, six layers a step; prefill beyond the range's end.
+        assert calls["3"] >= 6 * (NEW_TOKENS - 2)
+        assert any(int(num_tokens) > 32 for num_tokens in calls)
+        (tmp_path / f"{start}.log").write_text(log)
+        assert ("Directly load AOT compilation" in log) == (start == "warm")
+    assert answers[0] == answers[1]
