@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mxk_compile.bench import check, chord_rows, compare, implementations, modelled, rows, runner, timing
+from mxk_compile.bench import (
+    check,
+    chord_rows,
+    chord_tables,
+    compare,
+    implementations,
+    modelled,
+    rows,
+    runner,
+    timing,
+)
 from mxk_compile.bench import points as bench_points
 from mxk_compile.bench.points import DEVICES, ROUTINGS, SUITES, Point
 from mxk_compile.bench.rows import Row
@@ -76,8 +86,12 @@ def run(options: argparse.Namespace) -> int:
     _check_names(options)
     if len(options.impl) > 1:
         return _each_in_a_process(options)
+    done: list[Row] = []
     for row in _rows(options, options.impl[0]):
         print(row.to_json(), flush=True)
+        done.append(row)
+    if options.suite == "chord":
+        print(f"\n{chord_tables.tables(done)}", file=sys.stderr)
     return 0
 
 
