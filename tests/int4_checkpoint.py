@@ -130,6 +130,18 @@ def write(folder: Path) -> dict[str, Tensor]:
     return {key: value.float() for key, value in packed.items() if ".experts." not in key} | unpacked
 
 
+def write_plain(packed: Path, state: dict[str, Tensor], folder: Path) -> None:
+    """The same model with the same weight values in bf16, for servers that cannot read the packed one."""
+    folder.mkdir(parents=True)
+    for file in packed.glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((packed / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in state.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def reference_model(folder: Path, state: dict[str, Tensor]) -> Any:
     """The transformers model in fp32 with the given state."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
