@@ -127,17 +127,33 @@ class TensorFiles:
             )
         if entry.num_bytes == 0:
             return
-        progress = self._progress()
-        view = memoryview((ctypes.c_char * entry.num_bytes).from_address(out.data_ptr())).cast("B")
-        done = 0
+        self._read(name, entry, entry.offset, out)
+
+    def tensor_at(self, name: str, index: int) -> torch.Tensor:
+        """Read tensor[index] alone, into memory of its own. Raises CheckpointError as `tensor`."""
+        entry = self.entry(name)
+        if entry.dtype is None:
+            self.refuse(name, f"dtype {entry.dtype_name}", ", ".join(_DTYPES), "convert the tensor")
+        out = torch.empty(entry.shape[1:], dtype=entry.dtype)
+        self._read(name, entry, entry.offset + index * out.nbytes, out)
+        return out
+
+    def _read(self, name: str, entry: Entry, offset: int, out: torch.Tensor) -> None:
+        """Fill `out` with the file's bytes from `offset` on."""
+        progress, done = self._progress(), 0
+        view = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
         with _reading(entry.path), open(entry.path, "rb", buffering=0) as file:
-            file.seek(entry.offset)
-            while done < entry.num_bytes:
+            file.seek(offset)
+            while done < out.nbytes:
                 count = file.readinto(view[done : done + _CHUNK_BYTES])
                 if not count:
-                    self.refuse(name, f"{done} bytes", f"{entry.num_bytes} bytes", _REFETCH)
+                    self.refuse(name, f"{done} bytes", f"{out.nbytes} bytes", _REFETCH)
                 done += count
                 progress.update(count)
+
+    def skip(self, num_bytes: int) -> None:
+        """Count bytes as read that need not be, for the progress bar."""
+        self._progress().update(num_bytes)
 
     def refuse(self, name: str, given: str, allowed: str, advice: str) -> NoReturn:
         """Raise CheckpointError about a tensor, with the file it lies in."""

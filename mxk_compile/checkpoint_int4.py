@@ -77,6 +77,8 @@ class Int4Layer:
         gptq_format: str | None,
     ) -> None:
         self.files, self.prefix, self.parts = files, prefix, _PARTS[scheme]
+        is_mixtral = self._name(0, "w1", self.parts.weight) in files
+        self.projections = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
         is_gptq = scheme == "gptq"
         config = self._compressed_config(quantization) if scheme == "compressed_tensors" else quantization
         if scheme == "awq":
@@ -100,15 +102,15 @@ class Int4Layer:
         if f"{self.prefix}.w13_weight_packed" in self.files:
             return read_stacks(self.files, self.prefix, num_experts, self._declared, self.symmetric)
         num_experts = self._count(num_experts)
-        first = self._name(0, "gate_proj", self.parts.weight)
+        first = self._name(0, self.projections[0], self.parts.weight)
         rows, columns = self.files.expect(first, (torch.int32,), (None, None))
         if self.parts.packs_outputs:
             rows, columns = columns * 8, rows
         else:
             rows, words = self.parts.shape(rows, columns)
             columns = words * 8
-        w13 = self._stack("w13", num_experts, ("gate_proj", "up_proj"), rows, columns)
-        return w13 | self._stack("w2", num_experts, ("down_proj",), columns, rows)
+        w13 = self._stack("w13", num_experts, self.projections[:2], rows, columns)
+        return w13 | self._stack("w2", num_experts, self.projections[2:], columns, rows)
 
     def _declared(self, columns: int) -> int:
         """Group size of the metadata, for a row of so many inputs."""
@@ -172,11 +174,13 @@ class Int4Layer:
             num_experts = max(len(found), 1)
         for expert in range(num_experts):
             if str(expert) not in found:
-                self.files.entry(self._name(expert, "gate_proj", self.parts.weight))  # raises: there is none
+                self.files.entry(
+                    self._name(expert, self.projections[0], self.parts.weight)
+                )  # raises: there is none
         more = found.difference(map(str, range(num_experts)))
         if more:
             last = max(more, key=lambda digits: (len(digits), digits))
-            name = self._name(last, "gate_proj", self.parts.weight)
+            name = self._name(last, self.projections[0], self.parts.weight)
             self.files.refuse(
                 name, f"expert {last}", f"{num_experts} experts (config.json)", "check the file"
             )
@@ -283,7 +287,7 @@ class Int4Layer:
 
     def _compressed_config(self, quantization: dict[str, Any]) -> dict[str, Any]:
         """The `weights` arguments that compressed-tensors metadata gives to the experts of this layer."""
-        module = self._name(0, "gate_proj", "").removesuffix(".")
+        module = self._name(0, self.projections[0], "").removesuffix(".")
         scheme: dict[str, Any] = quantization
         if quantization.get("config_groups") is not None:
             groups = [

@@ -19,6 +19,7 @@ from mxk_compile.bench import command as bench_command
 from mxk_compile.errors import CallError, CheckpointError, InstallError, KernelError, MxkError
 from mxk_compile.kernels.tpc.signatures import VARIANT_KERNELS
 from mxk_compile.parity import command as parity
+from mxk_compile.quantize import command as quantize
 from mxk_compile.report import command as report_command
 from mxk_compile.variants import VARIANTS
 
@@ -177,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     gaudi.set_defaults(run=_gaudi)
 
     parity.add(commands)
+    quantize.add(commands)
 
     doctor = commands.add_parser(
         "doctor", help="check this installation: one line a check, and how to mend it"

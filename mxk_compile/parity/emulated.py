@@ -46,7 +46,9 @@ def run_parity(
     library = emulated_ops.register()
     kernels = sorted({kernel for name in names for kernel in VARIANT_KERNELS[kernels_of(name)]})
     _build(kernels)
-    print(f"built {len(kernels)} kernels in {time.monotonic() - start:.0f} s\n{TITLES:86}{'VPU':>6}{'LOAD':>6}")
+    print(
+        f"built {len(kernels)} kernels in {time.monotonic() - start:.0f} s\n{TITLES:86}{'VPU':>6}{'LOAD':>6}"
+    )
     rows, different, reason = [], [], ""
     for name in names:  # all checks of a row while its weights are there
         part = _rows(name, source_of(name, given), quick)

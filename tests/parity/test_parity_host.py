@@ -120,7 +120,7 @@ def test_refused_command_lines(arguments: list[str], said: str, capsys: pytest.C
 
 def test_real_weights_of_gptoss_with_their_router(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = gptoss.write(
-        tmp_path / "model", gptoss.published_config(**gptoss.TINY, num_local_experts=12) | {}
+        tmp_path / "model", gptoss.published_config(**{**gptoss.TINY, "num_local_experts": 12})
     )
     command = ["parity", "--variant", "gptoss", "--checkpoint", str(folder), "--quick"]
     assert cli.main(command) == 0

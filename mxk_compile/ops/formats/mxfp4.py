@@ -10,6 +10,8 @@ of threads or on whether the calling thread flushes subnormals.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -35,6 +37,10 @@ _FORMATS = {
     torch.float64: (11, 52, torch.int64, torch.complex128),
 }
 _FLOAT32_INFINITY = 0x7F800000
+# Between neighbouring codes, in quarters; a tie goes to the even code.
+_THRESHOLDS = ((1, 0), (3, 1), (5, 0), (7, 1), (10, 0), (14, 1), (20, 0))
+_LEAST_TABLE_SCALE = 3  # below it a block may hold subnormals that are more than 1/4 of its scale
+_HALF_TABLE = 0x4100  # upper half of 8.0
 _pair_tables: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
@@ -102,15 +108,48 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise CallError(what, "a weight with inf or NaN", "finite values", "repair the weight first")
     # The float32 exponent field has the bias of E8M0, so the field less MAX_EXPONENT is the scale byte.
     scale = ((largest >> 23) - MAX_EXPONENT).clamp_(min=0)
+    if bool(((largest > 0) & (scale < _LEAST_TABLE_SCALE)).any()):
+        codes = _round_all(bits, scale)
+    else:
+        codes = _round_by_table(bits, scale)
+    packed = pack_nibbles(codes.flatten(-2)[..., :num_columns])
+    return packed, scale.squeeze(-1).to(torch.uint8)
+
+
+def _round_by_table(bits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes of float32 bit patterns in blocks [..., 32] with scale bytes [..., 1], of which none is 1 or 2.
+
+    |weight| / scale is a shift of the exponent field. Its upper half, made odd where the lower half is not zero, is on
+    the same side of each threshold: these have no bit below the upper half's second. Zeros and values whose exponent
+    field is none, or falls below zero, get one below 1/4 instead: code 0 too.
+    """
+    shifted = (bits & 0x7FFFFFFF).sub_((scale.clamp(min=_LEAST_TABLE_SCALE) - SCALE_BIAS) << 23).clamp_(min=0)
+    index = (shifted >> 16) | (((shifted & 0xFFFF) + 0xFFFF) >> 16)
+    index.sub_((bits >> 31) * _HALF_TABLE)
+    return _code_table(bits.device).index_select(0, index.flatten()).view(bits.shape)
+
+
+def _round_all(bits: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The same for every scale, at a third of the speed."""
+    magnitude = bits & 0x7FFFFFFF
     exponent = magnitude >> 23
     significand = (magnitude & 0x7FFFFF) | ((exponent > 0).to(torch.int32) << 23)
     # |weight| / scale in units of 2^-26. It is below 8; where the shift is negative it is below 1/8: code 0.
     fixed = significand << (exponent.clamp_(min=1) - scale + 3).clamp_(min=0)
     codes = (bits >> 31) & 8
-    for quarters, tie_rounds_up in ((1, 0), (3, 1), (5, 0), (7, 1), (10, 0), (14, 1), (20, 0)):
+    for quarters, tie_rounds_up in _THRESHOLDS:
         codes += fixed > (quarters << 24) - tie_rounds_up
-    packed = pack_nibbles(codes.flatten(-2)[..., :num_columns])
-    return packed, scale.squeeze(-1).to(torch.uint8)
+    return codes
+
+
+@functools.cache
+def _code_table(device: torch.device) -> torch.Tensor:
+    """Codes by the upper half of a positive float32 below 8, then those of negative ones."""
+    value = (torch.arange(_HALF_TABLE, dtype=torch.int32) << 16).view(torch.float32) * 4
+    codes = torch.zeros(_HALF_TABLE, dtype=torch.uint8)
+    for quarters, tie_rounds_up in _THRESHOLDS:
+        codes += value >= quarters if tie_rounds_up else value > quarters
+    return torch.cat((codes, codes | 8)).to(device)
 
 
 def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
