@@ -40,9 +40,8 @@ fix: $(VENV)/.dev  ## what check can mend by itself
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(VENV)/.demo  ## one layer call, fused and stock, each in a process of its own
-	$(BIN)/python benchmarks/bench_moe.py --impl fused $(BENCH_FLAGS)
-	$(BIN)/python benchmarks/bench_moe.py --impl stock $(BENCH_FLAGS)
+bench: $(VENV)/.demo  ## one layer call, stock and fused, each in a process of its own
+	$(BIN)/mxk bench $(BENCH_FLAGS)
 
 clean:  ## everything that make and the tools made
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,10 +1,10 @@
 """What a call of `mxk::moe` costs the host beside the kernel: the smallest layer (K = I = 32, T = 1), one thread.
 
-Each line is one JSON object, medians in us of 8 calls in a row. The rows take turns, so that a busy moment hits all; a
-row's `beside_us` is its time less that of "library": on CPU the C function alone, on CUDA the driver's launch alone.
-"graph" is one of 8 layers in a graph that `torch.compile(backend="mxk")` made, less a graph without layers. "empty op"
-is an op of the same schema that does nothing: torch's own share of a call through the dispatcher. The `32 lists` rows
-have 32 experts and biases, so that 192 tensors are passed one by one. Nothing that is timed waits for a CUDA device.
+Each line is one JSON object, medians in us of 8 calls in a row (CUDA: 64, which nothing waits for). The rows take turns,
+so that a busy moment hits all; a row's `beside_us` is its time less that of "library": on CPU the C function alone, on
+CUDA the driver's launch alone. "graph" is one of 8 layers in a graph that `torch.compile(backend="mxk")` made, less a
+graph without layers. "empty op" is an op of the same schema that does nothing: torch's own share of a call through the
+dispatcher. The `32 lists` rows have 32 experts and biases, so that 192 tensors are passed one by one.
 
     python benchmarks/bench_dispatch.py
     python benchmarks/bench_dispatch.py --device cuda
@@ -17,6 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from mxk_compile.kernels.cuda import driver
 from mxk_compile.testing import MoECase, machine, random_case
 
 LAYERS = 8
+CALLS = {"cpu": LAYERS, "cuda": 64}  # in a row; after a wait for the GPU the first ones find cold caches
 _nothing = torch.library.Library("mxk_bench", "DEF")  # its ops live as long as it does
 SMALLEST = {"num_tokens": 1, "top_k": 1, "hidden_size": 32, "intermediate_size": 32}
 
@@ -58,11 +60,20 @@ def library(device: str, case: MoECase) -> Callable[[], Any]:
     """What a prepared call of this case calls in the end."""
     known = kernels.prepared[device.upper()]
     known.clear()
+    if device == "cuda":
+        real, given = driver._driver(), []
+
+        def note(*parameters: Any) -> int:
+            given.append(parameters)
+            return real.cuLaunchKernelEx(*parameters)
+
+        driver._driver = lambda: SimpleNamespace(cuLaunchKernelEx=note)
+        call(torch.ops.mxk.moe.default, case, case.weights)()
+        driver._driver = lambda: real
+        known.clear()
+        return lambda: real.cuLaunchKernelEx(*given[-1])
     call(torch.ops.mxk.moe.default, case, case.weights)()
     (prepared,) = known.values()
-    if device == "cuda":
-        (launch,) = prepared._runner._kernel._free
-        return lambda: driver._driver().cuLaunchKernelEx(*launch.parameters)
     out = torch.empty_like(case.hidden_states)
     addresses = [tensor.data_ptr() for tensor in (*case.routing, out)]
     described = cpu._VARYING.pack(*addresses, torch.get_num_threads()) + prepared._fixed
@@ -120,7 +131,7 @@ def main() -> None:
     with torch.no_grad():
         for _ in range(arguments.rounds + 50):
             for name, function in functions.items():
-                calls = 1 if name.endswith("graph") else LAYERS
+                calls = CALLS[arguments.device] // (LAYERS if name.endswith("graph") else 1)
                 wait()
                 start = time.perf_counter()
                 for _ in range(calls):

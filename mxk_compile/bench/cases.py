@@ -110,10 +110,10 @@ def draw(point: Point) -> tuple[Tensor, Tensor, Tensor]:
     hidden_states = torch.randn(point.num_tokens, variant.hidden_size, generator=generator).bfloat16()
     wanted = point.local_routes
     if wanted is None:
-        share = 1.0 if point.routing == "hot" else point.num_experts / point.all_experts
+        share = 1.0 if point.all_local else point.num_experts / point.all_experts
         wanted = max(1, round(point.num_tokens * top_k * share))
     best: tuple[int, Tensor, Tensor] | None = None
-    for _ in range(1 if point.routing == "hot" else _DRAWS):
+    for _ in range(1 if point.all_local else _DRAWS):
         scores, ids = _logits(point, hidden_states, generator).topk(top_k, dim=1)
         missed = abs(int((ids < point.num_experts).sum()) - wanted)
         if best is None or missed < best[0]:
@@ -125,7 +125,11 @@ def draw(point: Point) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _logits(point: Point, hidden_states: Tensor, generator: torch.Generator) -> Tensor:
-    num_experts = point.num_experts if point.routing == "hot" else point.all_experts
+    num_experts = point.num_experts if point.all_local else point.all_experts
+    if point.routing == "even":
+        order = torch.arange(point.num_tokens * point.top_k).view(point.num_tokens, point.top_k) % num_experts
+        scores = torch.rand(order.shape, generator=generator)
+        return torch.full((point.num_tokens, num_experts), -1.0).scatter_(1, order, scores)
     if point.routing != "router":
         return torch.randn(point.num_tokens, num_experts, generator=generator)
     weight = torch.randn(num_experts, _ROUTER_INPUTS, generator=generator) / math.sqrt(_ROUTER_INPUTS)

@@ -8,7 +8,7 @@ from mxk_compile.bench.published import PUBLISHED
 from mxk_compile.variants import VARIANTS
 
 DEVICES = ("cpu", "cuda", "tpc-modelled")
-ROUTINGS = ("random", "hot", "router")
+ROUTINGS = ("random", "hot", "router", "even")
 SUITES = ("document", "chord", "sweep")
 DEFAULT_VARIANT = "gptoss"
 ALL_EXPERTS = {
@@ -35,7 +35,7 @@ class Point:
         num_experts: local experts, E.
         num_tokens: T.
         routing: "random" over all experts of the layer, "hot" over the local ones alone, "router" by a linear router
-            whose experts differ in popularity.
+            whose experts differ in popularity, "even" dealt to the local ones in turn.
         local_routes: routes to local experts that the draw shall have; None: as many as expected.
         seed: of weights, activations and routing.
     """
@@ -53,10 +53,15 @@ class Point:
         return max(self.num_experts, ALL_EXPERTS[self.variant])
 
     @property
+    def all_local(self) -> bool:
+        """Whether every route is to be local."""
+        return self.routing in ("hot", "even")
+
+    @property
     def top_k(self) -> int:
         """Routes a token; at most the local experts where all are to be local."""
         top_k = VARIANTS[self.variant].top_k
-        return min(top_k, self.num_experts) if self.routing == "hot" else top_k
+        return min(top_k, self.num_experts) if self.all_local else top_k
 
     def __str__(self) -> str:
         return f"{self.variant} E={self.num_experts} T={self.num_tokens} {self.routing}"

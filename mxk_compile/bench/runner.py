@@ -94,7 +94,7 @@ def _measure(
     rotation = cases.rotation(point, layers, cache_bytes, method.chain)
     implementation = implementations.make(impl, rotation.layers)
     first = rotation.layers[0]
-    errors = _errors(first, implementation.layers[0](*first.routing))
+    errors = result_errors(first, implementation.layers[0](*first.routing))
     x, _, weights = first.routing
     calls: timing.Calls = [
         partial(implementation.layers[layer], x, ids, weights) for layer, ids in rotation.calls
@@ -159,7 +159,7 @@ def base_versions() -> dict[str, str]:
     return {"mxk": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _errors(case: MoECase, result: Tensor) -> list[float]:
+def result_errors(case: MoECase, result: Tensor) -> list[float]:
     """Against fp32, and fp32 with a bf16 intermediate, on the first tokens that have a local route."""
     local = (case.topk_ids < len(case.w2)).any(dim=1)
     chosen = torch.where(local)[0][:_CHECKED_TOKENS]
