@@ -55,12 +55,12 @@ struct Decode {
   const u8* x;  // bf16 [T, K], dense rows
   const u8* ids;
   const u8* router;
-  Operand w13, s13, b13;  // with row_step 1 and separate stacks: up rows are expert + up_expert
-  Operand w2, s2, b2;
   u8* out;  // bf16, contiguous
   u8* h;
   u8* y;
-  u32* counters;
+  u32* counters;  // up to here addresses, which differ from call to call of a layer
+  Operand w13, s13, b13;  // with row_step 1 and separate stacks: up rows are expert + up_expert
+  Operand w2, s2, b2;
   i64 x_stride;                             // elements
   i64 ids_stride[2], router_stride[2];      // elements
   i64 experts_min;

@@ -15,8 +15,8 @@ from mxk_compile.kernels.cuda.driver import Kernel, Library, maker, multiprocess
 from mxk_compile.kernels.cuda.operands import OPERAND, Call, activation
 
 # struct Decode of moe_decode.cu; of a layer's call, only addresses change.
-_DECODE = struct.Struct(f"=3Q{OPERAND * 6}4Q6q10i2f")
-_CHANGING = ((0, struct.Struct("=3Q")), (struct.calcsize(f"=3Q{OPERAND * 6}"), struct.Struct("=4Q")))
+_DECODE = struct.Struct(f"=7Q{OPERAND * 6}6q10i2f")
+_CHANGING = ((0, struct.Struct("=7Q")),)
 _COUNTER_BYTES = 256
 _MOST_COUNTERS = 16384  # of a device: one a stream, and one a launch in a CUDA graph
 MOST_EXPERTS = 1024
@@ -41,7 +41,7 @@ class _Counters:
         self._pool = persistent(lambda: torch.zeros(shape, dtype=torch.uint8, device=device), device)
         self._base = self._pool.data_ptr()
         self._next = itertools.count()
-        self._of_stream: dict[int, int] = {}
+        self._of_stream = _of_stream(device)
 
     def of(self, stream: int, capturing: bool) -> int | None:
         """Address of the counters for a launch on this stream; None if there are no more."""
@@ -54,6 +54,12 @@ class _Counters:
             if not capturing:
                 self._of_stream[stream] = address
         return address
+
+
+@functools.cache
+def _of_stream(device: int) -> dict[int, int]:
+    """Counters of a device's streams, for launches outside of graphs."""
+    return {}
 
 
 _counters: dict[int, _Counters] = {}
@@ -87,7 +93,6 @@ class Decode:
         desc, operands = call.desc, call.operands
         self._call = call
         routes = call.num_tokens * desc.top_k
-        self._blocks = multiprocessors(call.device)
         chosen = {f"MXK_{name.upper()}": value for name, value in macros}
         settled = {
             "MXK_HIDDEN": desc.hidden_size,
@@ -100,10 +105,11 @@ class Decode:
             "MXK_ALIGNED": int(operands.aligned(desc)),
             "MXK_X_ALIGNED": int(call.x_aligned),
         }
-        self._kernel = _kernel(tuple(sorted((chosen | settled).items())))
+        kernel = _kernel(tuple(sorted((chosen | settled).items())))
         parts = (operands.w13, operands.s13, operands.b13, operands.w2, operands.s2, operands.b2)
-        self._argument = _DECODE.pack(
-            *(0, 0, 0, *(field for part in parts for field in part.fields), 0, 0, 0, 0),
+        argument = _DECODE.pack(
+            *[0] * 7,
+            *(field for part in parts for field in part.fields),
             *(call.x_stride, *call.ids_stride, *call.weights_stride, call.experts_min, call.num_tokens),
             *(*call.ids_type, call.weights_type, operands.b13.dtype, operands.b2.dtype, activation(desc)),
             *(operands.gate_row, operands.up_row, operands.up_expert, call.alpha, call.limit),
@@ -111,17 +117,20 @@ class Decode:
         self._h_bytes = -(-2 * routes * desc.intermediate_size // 256) * 256
         self._new_scratch = maker((self._h_bytes + 4 * routes * desc.hidden_size,), torch.uint8)
         self._new_out = maker(call.out_shape, torch.bfloat16)
+        self._launch = kernel.bind(call.device, multiprocessors(call.device), argument)
+        self._of_stream = _of_stream(call.device)
 
     def __call__(self, stream: int, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """The layer on `stream` of the call's device, which is current."""
-        device = self._call.device
         out = self._new_out()
         # Held until the launch: counters that are allocated for it must lie elsewhere.
         scratch = self._new_scratch()
+        counters = None if torch._C._cuda_isCurrentStreamCapturing() else self._of_stream.get(stream)
+        if counters is None:
+            counters = _counters_for(self._call.device, stream)
         base = scratch.data_ptr()
-        self._kernel.launch(
-            *(device, stream, self._blocks, self._argument),
-            (hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr()),
-            (out.data_ptr(), base, base + self._h_bytes, _counters_for(device, stream)),
+        self._launch(
+            *(stream, hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr()),
+            *(out.data_ptr(), base, base + self._h_bytes, counters),
         )
         return out

@@ -69,30 +69,56 @@ def test_the_driver_reads_what_was_asked_for(launched: Driver) -> None:
     ]
 
 
+def test_a_bound_launch_is_told_the_stream_and_the_values(launched: Driver) -> None:
+    kernel = driver.Kernel(77, LAYOUT, ((8, struct.Struct("=2i")),), 384, 1024, cooperative=True)
+    run = kernel.bind(0, 132, LAYOUT.pack(3, 0, 0, 4))
+    run(1234, 5, -6)
+    run(1234, 7, 8)
+    run(9, 1, 2)
+    sizes = (132, 1, 1, 384, 1, 1, 1024)
+    assert launched.launches == [
+        (sizes, 1234, [(COOPERATIVE, 1)], 77, (3, 5, -6, 4)),
+        (sizes, 1234, [(COOPERATIVE, 1)], 77, (3, 7, 8, 4)),
+        (sizes, 9, [(COOPERATIVE, 1)], 77, (3, 1, 2, 4)),
+    ]
+    launched.status = 1
+    with pytest.raises(KernelError, match="CUDA_ERROR_INVALID_VALUE"):
+        run(9, 1, 2)
+
+
+@pytest.mark.parametrize("bound", [False, True])
 def test_threads_that_launch_at_once_have_arguments_of_their_own(
-    launched: Driver, monkeypatch: pytest.MonkeyPatch
+    launched: Driver, monkeypatch: pytest.MonkeyPatch, bound: bool
 ) -> None:
-    kernel = driver.Kernel(77, LAYOUT, CHANGING, 32)
+    kernel = driver.Kernel(77, LAYOUT, ((8, struct.Struct("=2i")),), 32)
+    run = kernel.bind(0, 1, LAYOUT.pack(1, 0, 0, 2))
+    argument = LAYOUT.pack(1, 0, 0, 2)
     barrier = threading.Barrier(2)
     note = launched.cuLaunchKernelEx
 
     def meet(*parameters: Any) -> int:
+        if threading.current_thread() is threading.main_thread():
+            return 0
         barrier.wait(20)
         status = note(*parameters)
         barrier.wait(20)
         return status
 
     monkeypatch.setattr(launched, "cuLaunchKernelEx", meet)
+    run(0, 0, 0)  # one launch is ready to be used again
+    kernel.launch(0, 0, 1, argument, (0, 0))
     threads = [
-        threading.Thread(target=kernel.launch, args=(0, n, n + 1, LAYOUT.pack(0, n, n, 0), (n,), (n,)))
+        threading.Thread(target=run, args=(n, n, -n))
+        if bound
+        else threading.Thread(target=kernel.launch, args=(0, n, 1, argument, (n, -n)))
         for n in range(2)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    seen = sorted((sizes[0], stream, argument) for sizes, stream, _, _, argument in launched.launches)
-    assert seen == [(1, 0, (0, 0, 0, 0)), (2, 1, (1, 1, 1, 1))]
+    seen = sorted((stream, argument) for _, stream, _, _, argument in launched.launches)
+    assert seen == [(0, (1, 0, 0, 2)), (1, (1, 1, -1, 2))]
 
 
 def test_a_launch_that_fails_is_one_line(launched: Driver) -> None:
