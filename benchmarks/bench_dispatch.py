@@ -1,10 +1,10 @@
 """What a call of `mxk::moe` costs the host beside the kernel: the smallest layer (K = I = 32, T = 1), one thread.
 
 Each line is one JSON object, medians in us of 8 calls in a row (CUDA: 64, which nothing waits for). The rows take
-turns, so that a busy moment hits all; a row's `beside_us` is its time less that of "library": on CPU the C function alone, on
-CUDA the driver's launch alone. "graph" is one of 8 layers in a graph that `torch.compile(backend="mxk")` made, less a
-graph without layers. "empty op" is an op of the same schema that does nothing: torch's own share of a call through the
-dispatcher. The `32 lists` rows have 32 experts and biases, so that 192 tensors are passed one by one.
+turns, so that a busy moment hits all. A row's `beside_us` is its time less that of "library": on CPU the C function
+alone, on CUDA the driver's launch. "graph" is one of 8 layers in a graph that `torch.compile(backend="mxk")` made,
+less a graph without layers. "empty op" is an op of the same schema that does nothing: torch's own share of a call
+through the dispatcher. The `32 lists` rows have 32 experts and biases, so that 192 tensors are passed one by one.
 
     python benchmarks/bench_dispatch.py
     python benchmarks/bench_dispatch.py --device cuda
