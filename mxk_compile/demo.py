@@ -198,7 +198,7 @@ def memory_line(model: Any) -> str:
     for experts in models.stock_experts(model).values():
         packed += sum(buffer.nbytes for buffer in experts.buffers())
         unpacked += 2 * 2 * (experts.w13_weight.nbytes + experts.w2_weight.nbytes)
-        unpacked += experts.w13_bias.nbytes + experts.w2_bias.nbytes
+        unpacked += sum(bias.nbytes for bias in (experts.w13_bias, experts.w2_bias) if bias is not None)
     rest = sum(parameter.nbytes for parameter in model.parameters())
     return f"experts {packed:,} bytes packed, {unpacked:,} as bf16 ({packed / unpacked:.2f} x); the rest {rest:,} bytes"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from mxk_compile.errors import SettingsError
@@ -137,6 +137,11 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
 def process_environment() -> dict[str, str]:
     """A copy of all variables of this process, for checks of what other packages read (`mxk doctor`)."""
     return dict(os.environ)
+
+
+def process_environment() -> MutableMapping[str, str]:
+    """The environment of this process, for variables of others that must be set before a device opens (vllm_gaudi.py)."""
+    return os.environ
 
 
 settings = from_environment(os.environ)

@@ -18,7 +18,6 @@ import functools
 import importlib.abc
 import importlib.machinery
 import logging
-import os
 import sys
 from collections.abc import Callable, MutableMapping
 from importlib import metadata
@@ -35,7 +34,7 @@ from mxk_compile.lazy import environment
 from mxk_compile.lazy.gptoss import LazyMoE
 from mxk_compile.ops.stack import register_stacks
 from mxk_compile.passes import gaudi_bridge
-from mxk_compile.settings import settings
+from mxk_compile.settings import process_environment, settings
 
 _logger = logging.getLogger("vllm.mxk_compile")
 
@@ -76,7 +75,7 @@ def unsupported(release: str) -> str | None:
     return f"vllm-gaudi {release} is not known; known: {_OLDEST} to {_NEWEST}"
 
 
-def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
+def prepare(environ: MutableMapping[str, str]) -> None:
     """Puts into the environment what the kernels need before the device opens; raises nothing.
 
     Args:
@@ -209,7 +208,7 @@ def _model(runner: Any) -> torch.nn.Module:
 
 def _loaded(runner: Any, *_: Any) -> None:
     model = _model(runner)
-    if _is_lazy(os.environ):
+    if _is_lazy(process_environment()):
         layers: list[Any] = [module for module in model.modules() if hasattr(module, "moe_op")]
         new = [layer for layer in layers if not isinstance(layer.moe_op.forward, LazyMoE)]
         taken = sum(lazy.attach(layer) for layer in new)
@@ -225,7 +224,7 @@ def _loaded(runner: Any, *_: Any) -> None:
 
 
 def _moved(model: torch.nn.Module, *_: Any) -> None:
-    if not _is_lazy(os.environ):
+    if not _is_lazy(process_environment()):
         register_stacks(model)
 
 
@@ -235,7 +234,7 @@ def _warm_both_sides(runner: Any, *_: Any) -> None:
     Its op compiles by itself when it is called eagerly. Inlined in a layer's graph it is warmed by the server's own
     buckets; those on one side of the cap alone mean that no request is ever on the other.
     """
-    if _is_lazy(os.environ) or not settings.max_tokens:
+    if _is_lazy(process_environment()) or not settings.max_tokens:
         return
     seen = set()
     for layer in _model(runner).modules():
