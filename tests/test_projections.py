@@ -132,6 +132,10 @@ IDS = torch.zeros(2, 2, dtype=torch.int64)
             lambda w: routes(X[:1], w, IDS.view(1, 4), top_k=2, out=unwritten(2, 64)),
             "mxk::project.routes: topk_ids",
         ),
+        (
+            lambda w: routes(X[:1], w, IDS, top_k=4),
+            "mxk::project.routes: top_k is 4; allowed: 2 for one row of x a token, 1 for one a route",
+        ),
         (lambda w: routes(X, w, IDS, top_k=1, out=unwritten(4, 32)), "mxk::project.routes: out is [4, 32]"),
         (lambda w: routes(X, w, IDS, top_k=1, out=torch.ones(4, 64)), "mxk::project.routes: out is [4, 64]"),
         (lambda w: routes(X, w, IDS, top_k=1, experts_min=-1), "mxk::project.routes: experts_min is -1"),

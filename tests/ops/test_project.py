@@ -78,7 +78,9 @@ def test_aligned_routes_are_the_plain_ones(data: st.DataObject) -> None:
     lists = align(ids, num_experts, block, first)
     sorted_ids, expert_ids, count = lists
     assert len(sorted_ids) == len(expert_ids) * block
-    assert int(count) <= len(sorted_ids)
+    flat = ids.flatten() - first
+    per_expert = [int((flat == expert).sum()) for expert in range(num_experts)]
+    assert int(count) == sum(-(-rows // block) * block for rows in per_expert) <= len(sorted_ids)
     found = {}
     for place, route in enumerate(sorted_ids.tolist()):
         expert = int(expert_ids[place // block])
@@ -197,5 +199,9 @@ def test_the_write_is_counted() -> None:
     project.routes(out, *args, weight_format="uint4", top_k=1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.backward()
+    before = out._version
+    nobody = (args[0], torch.tensor([[9], [9]]), *args[2:])
+    project.routes(out, *nobody, weight_format="uint4", top_k=1)
+    assert out._version > before, "also where no row is written: nobody reads the routing to know"
     with torch.inference_mode():
         project.routes(unwritten(2, 16), *args, weight_format="uint4", top_k=1)
