@@ -139,8 +139,8 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def process_environment() -> MutableMapping[str, str]:
-    """The environment of this process, for variables of others that must be set before a device opens (vllm_gaudi.py)."""
+def live_environment() -> MutableMapping[str, str]:
+    """The environment itself, for what other packages must find there before a device opens (vllm_gaudi.py)."""
     return os.environ
 
 

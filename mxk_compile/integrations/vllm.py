@@ -16,7 +16,7 @@ from importlib import metadata
 
 from mxk_compile.errors import InstallError
 from mxk_compile.integrations import humming
-from mxk_compile.settings import process_environment, settings
+from mxk_compile.settings import live_environment, settings
 
 SUPPORTED = ("0.32",)
 """Releases of vLLM (major.minor) whose interfaces vllm_quantization.py was written for and tested with."""
@@ -66,7 +66,7 @@ def prepare() -> None:
     if settings.vllm and two_copies() is None:
         from mxk_compile.integrations import vllm_gaudi
 
-        vllm_gaudi.prepare(process_environment())
+        vllm_gaudi.prepare(live_environment())
 
 
 def register() -> None:

@@ -34,7 +34,7 @@ from mxk_compile.lazy import environment
 from mxk_compile.lazy.gptoss import LazyMoE
 from mxk_compile.ops.stack import register_stacks
 from mxk_compile.passes import gaudi_bridge
-from mxk_compile.settings import process_environment, settings
+from mxk_compile.settings import live_environment, settings
 
 _logger = logging.getLogger("vllm.mxk_compile")
 
@@ -208,7 +208,7 @@ def _model(runner: Any) -> torch.nn.Module:
 
 def _loaded(runner: Any, *_: Any) -> None:
     model = _model(runner)
-    if _is_lazy(process_environment()):
+    if _is_lazy(live_environment()):
         layers: list[Any] = [module for module in model.modules() if hasattr(module, "moe_op")]
         new = [layer for layer in layers if not isinstance(layer.moe_op.forward, LazyMoE)]
         taken = sum(lazy.attach(layer) for layer in new)
@@ -224,7 +224,7 @@ def _loaded(runner: Any, *_: Any) -> None:
 
 
 def _moved(model: torch.nn.Module, *_: Any) -> None:
-    if not _is_lazy(process_environment()):
+    if not _is_lazy(live_environment()):
         register_stacks(model)
 
 
@@ -234,7 +234,7 @@ def _warm_both_sides(runner: Any, *_: Any) -> None:
     Its op compiles by itself when it is called eagerly. Inlined in a layer's graph it is warmed by the server's own
     buckets; those on one side of the cap alone mean that no request is ever on the other.
     """
-    if _is_lazy(process_environment()) or not settings.max_tokens:
+    if _is_lazy(live_environment()) or not settings.max_tokens:
         return
     seen = set()
     for layer in _model(runner).modules():
