@@ -234,20 +234,18 @@ def align(
     expert = topk_ids.flatten().to(torch.int64) - experts_min
     expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)
     counts = expert.new_zeros(num_experts + 1).scatter_add_(0, expert, torch.ones_like(expert))
-    blocks = (counts + block_size - 1) // block_size
-    blocks[num_experts] = 0
+    blocks = (counts[:num_experts] + block_size - 1) // block_size
     ends = blocks.cumsum(0)
     order = expert.argsort(stable=True)
     of_order = expert[order]
     rank = torch.arange(num_routes, device=device) - (counts.cumsum(0) - counts)[of_order]
+    start = (ends - blocks)[of_order.clamp(max=num_experts - 1)] * block_size
     most = num_routes + min(num_experts, num_routes) * (block_size - 1)
     most_blocks = -(-most // block_size)
-    place = torch.where(
-        of_order < num_experts, (ends - blocks)[of_order] * block_size + rank, most_blocks * block_size
-    )
+    place = torch.where(of_order < num_experts, start + rank, most_blocks * block_size)
     padded = expert.new_full((most_blocks * block_size + 1,), num_routes)
     padded.scatter_(0, place, order)
-    expert_ids = torch.searchsorted(ends[:num_experts], torch.arange(most_blocks, device=device), right=True)
+    expert_ids = torch.searchsorted(ends, torch.arange(most_blocks, device=device), right=True)
     return padded[:-1].int(), expert_ids.int(), (ends[-1:] * block_size).int()
 
 

@@ -13,7 +13,7 @@ from mxk_compile.errors import CallError
 from mxk_compile.meta.moe import check_weight
 from mxk_compile.ops import library
 from mxk_compile.ops.moe import is_integer
-from mxk_compile.ops.project import GROUP_ROWS, NUM_ROUTING, OVERLOADS
+from mxk_compile.ops.project import GROUP_ROWS, NUM_ROUTING, OVERLOADS, ROUTING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +52,8 @@ def check_project(overload: str, out: Tensor, x: Tensor, *args: Any, **attribute
         refuse("x", x, f"K = {inputs}, as the weight")
     if out.dim() != 2 or out.shape[1] != outputs or out.dtype != x.dtype:
         refuse("out", out, f"[rows, {outputs}] {x.dtype}, as the weight's outputs and x")
-    for name, tensor in (
-        ("x", x),
-        ("weight", weight),
-        *((f"routing tensor {i}", t) for i, t in enumerate(routing)),
-    ):
+    named = (("x", x), ("weight", weight), *zip(ROUTING[overload], routing, strict=True))
+    for name, tensor in named:
         if tensor.device != out.device:
             refuse(name, tensor, f"on {out.device}, as out")
     num_rows, num_input_rows = out.shape[0], x.shape[:-1].numel()
@@ -96,7 +93,7 @@ def _check_routes(
 def _check_sorted(
     refuse: _Refuse, routing: Any, num_experts: int, num_rows: int, x: Tensor, attributes: dict[str, Any]
 ) -> None:
-    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+    names = ROUTING["sorted"]
     for name, tensor in zip(names, routing, strict=True):
         if tensor.dtype != torch.int32 or tensor.dim() > 1 or not (tensor.dim() or name == names[2]):
             refuse(name, tensor, "a list of int32")

@@ -41,8 +41,14 @@ from mxk_compile.ops.dequant import dequantize
 OVERLOADS = ("routes", "sorted", "contiguous", "masked")
 GROUP_ROWS = 128
 """Rows that share an expert in "contiguous"."""
-NUM_ROUTING = {"routes": 1, "sorted": 3, "contiguous": 1, "masked": 1}
+ROUTING = {
+    "routes": ("topk_ids",),
+    "sorted": ("sorted_token_ids", "expert_ids", "num_tokens_post_padded"),
+    "contiguous": ("m_indices",),
+    "masked": ("masked_m",),
+}
 """Routing tensors of an overload; they stand between x and the weight."""
+NUM_ROUTING = {overload: len(names) for overload, names in ROUTING.items()}
 
 
 def experts_of_rows(
