@@ -50,7 +50,7 @@ class _Product:
         from humming.schema import HummingWeightSchema
         from humming.transform import prepare_layer_config, transform_humming_tensors
 
-        words = weight.view(torch.int32)
+        words = weight.view(torch.int32)  # eight codes each, the lowest first
         num_experts, self.outputs, inputs = len(words), words.shape[1], words.shape[2] * 8
         if weight_format == "mxfp4":
             kinds = {"b_dtype": dtypes.float4e2m1, "bs_dtype": dtypes.float8e8m0}

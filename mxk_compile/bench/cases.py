@@ -65,7 +65,7 @@ def make_layer(variant: MoEVariant, num_experts: int, seed: int, device: str) ->
             scale = (torch.rand(groups, device=device, generator=generator) * 0.01 + 0.002).bfloat16()
         size = (*shape, columns // 2)
         packed = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
-        return (packed if variant.weight_format == "mxfp4" else packed.view(torch.int32)), scale
+        return packed, scale
 
     def bias(columns: int) -> Tensor | None:
         if not variant.bias:

@@ -137,6 +137,8 @@ def _points(options: argparse.Namespace) -> list[Point]:
 def _each_in_a_process(options: argparse.Namespace) -> int:
     """One process an implementation, so that none meets what another left in caches, pools and clocks."""
     runner.check_device(options.device)
+    if options.suite != "chord":
+        _points(options)  # refused here, not in each process
     lines: list[str] = []
     for impl in options.impl:
         with subprocess.Popen(_child(options, impl), stdout=subprocess.PIPE, text=True) as child:
