@@ -5,6 +5,8 @@
 // turns words into weights through a table: 32 words that hold everything twice, so that what stands above the nibble does
 // no harm (MXFP4); or 16 fp32 values, of which it takes the upper halves (INT4).
 #pragma once
+#include <utility>
+
 #include "avx512_unpack.h"
 
 namespace {
@@ -22,19 +24,33 @@ inline __mmask16 group_bytes(int64_t columns, int64_t g) {
   return left >= 16 ? 0xffff : __mmask16((1u << left) - 1);
 }
 
-constexpr int kChunkGroups = 4;  // 64 packed bytes of a row: what is unpacked at a time, 4 rows after 4 rows
+constexpr int kChunkGroups = 4;  // 64 packed bytes of a row: what is unpacked at a time
 
-// Calls group(j, codes) for the groups of chunk c of a row, with 4 copies of the 16 packed bytes of each.
-template <class F>
-inline __attribute__((always_inline)) void for_groups(const uint8_t* row, int64_t c, int64_t columns, F&& group) {
-  const uint8_t* at = row + c * 64;
-  const auto whole = [&](int j) {
-    group(j, _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at + 16 * j))));
-  };
-  const int64_t bytes = (columns + 1) / 2 - c * 64;
-  if (__builtin_expect(bytes >= 64, 1)) return whole(0), whole(1), whole(2), whole(3);
-  for (int j = 0; j * 16 < bytes; ++j)
-    group(j, _mm512_broadcast_i32x4(_mm_maskz_loadu_epi8(group_bytes(columns, c * kChunkGroups + j), at + 16 * j)));
+template <class F, int... I>
+inline __attribute__((always_inline)) void unroll(F&& f, std::integer_sequence<int, I...>) {
+  (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, class F>
+inline __attribute__((always_inline)) void unroll(F&& f) {
+  unroll(f, std::make_integer_sequence<int, N>());
+}
+
+// 4 copies of 16 packed bytes.
+inline __m512i copies(__m128i bytes) { return _mm512_broadcast_i32x4(bytes); }
+
+// Calls row(r) or, for a chunk in which the rows end, group(r, j, codes) for each group, of all rows.
+template <class Row, class Group>
+inline __attribute__((always_inline)) void for_rows(const Tile& tile, int64_t c, Row&& row, Group&& group) {
+  const int64_t bytes = (tile.columns + 1) / 2 - c * 64;
+  for (int r = 0; r < tile.rows; ++r) {
+    if (__builtin_expect(bytes >= 64, 1)) {
+      row(r);
+      continue;
+    }
+    const uint8_t* at = tile.weight + r * tile.weight_step + c * 64;
+    for (int j = 0; j * 16 < bytes; ++j)
+      group(r, j, copies(_mm_maskz_loadu_epi8(group_bytes(tile.columns, c * kChunkGroups + j), at + 16 * j)));
+  }
 }
 
 // ---- MXFP4 ---------------------------------------------------------------------------------------------------------
@@ -86,24 +102,60 @@ class Mxfp4 {
     return special;
   }
 
-  // Rows 4 quarter ... + 4 of chunk c, group j to the tile at `to` + j x Step. Not inlined: registers are scarce around it.
+  // What `row` needs beside the tile: nibbles to the low bits of words, by shifts or by multishift.
+  struct Constants {
+    __m512i shifts = _mm512_set_epi64(0x000c000c000c000c, 0x000c000c000c000c, 0x0008000800080008, 0x0008000800080008,
+                                      0x0004000400040004, 0x0004000400040004, 0, 0);
+    __m512i windows = _mm512_set_epi64(0x3c3c2c2c1c1c0c0c, 0x3c3c2c2c1c1c0c0c, 0x3838282818180808, 0x3838282818180808,
+                                       0x3434242414140404, 0x3434242414140404, 0x3030202010100000, 0x3030202010100000);
+    const uint16_t (*tables)[32];
+  };
+  Constants constants() const {
+    Constants all;
+    all.tables = tables_;
+    return all;
+  }
+
+  // Where rows are read: values of their own, as compilers take the stores of tiles for changes of members.
+  struct Place {
+    const uint8_t *weight, *scale;
+    int64_t weight_step, scale_step;
+  };
+  Place place(int64_t c, int r) const {  // row r of chunk c
+    return {tile_.weight + r * tile_.weight_step + c * 64, tile_.scale + r * tile_.scale_step + 4 * c, tile_.weight_step,
+            tile_.scale_step};
+  }
+
+  // The row r below a place, in a chunk of 64 bytes; group j to `to` + j x Step. vpermw takes both ports that vectors
+  // have, a shift the one and multishift the other: by turns they cost less.
   template <int Step>
-  __attribute__((noinline)) void unpack(int64_t c, int quarter, uint8_t* to) const {
-    const __m512i shifts = _mm512_set_epi64(0x000c000c000c000c, 0x000c000c000c000c, 0x0008000800080008, 0x0008000800080008,
-                                            0x0004000400040004, 0x0004000400040004, 0, 0);
-    const auto tables = tables_;  // locals, as the compiler takes the stores for changes of the members
-    const int64_t weight_step = tile_.weight_step, scale_step = tile_.scale_step, columns = tile_.columns;
-    const int first = 4 * quarter, end = first + 4 < tile_.rows ? first + 4 : tile_.rows;
-    const uint8_t *weight = tile_.weight + first * weight_step, *scale = tile_.scale + first * scale_step + 4 * c;
-    to += first * 64;
-    for (int r = first; r < end; ++r, weight += weight_step, scale += scale_step, to += 64)
-      for_groups(weight, c, columns, [&](int j, __m512i codes) {
-        const __m512i table = _mm512_load_si512(tables[scale[j]]);
-        _mm512_store_si512(to + j * Step, _mm512_permutexvar_epi16(_mm512_srlv_epi16(codes, shifts), table));
-      });
+  static inline __attribute__((always_inline)) void row(const Constants& constants, const Place& from, int r, uint8_t* to) {
+    const uint8_t* weight = from.weight + r * from.weight_step;
+    uint32_t scales;
+    std::memcpy(&scales, from.scale + r * from.scale_step, 4);
+    unroll<4>([&](auto j) {
+      put<Step>(constants, j(), copies(_mm_loadu_si128(reinterpret_cast<const __m128i*>(weight + 16 * j()))),
+                scales >> 8 * j() & 255, to);
+    });
+  }
+
+  // The same of all rows, of any chunk.
+  template <int Step>
+  __attribute__((noinline)) void unpack(int64_t c, uint8_t* to) const {
+    const Constants all = constants();
+    const Place from = place(c, 0);
+    for_rows(tile_, c, [&](int r) { row<Step>(all, from, r, to + r * 64); },
+             [&](int r, int j, __m512i codes) { put<Step>(all, j, codes, from.scale[r * from.scale_step + j], to + r * 64); });
   }
 
  private:
+  template <int Step>
+  static inline __attribute__((always_inline)) void put(const Constants& constants, int j, __m512i codes, int scale, uint8_t* to) {
+    const __m512i nibbles = j & 1 ? _mm512_multishift_epi64_epi8(constants.windows, codes)
+                                  : _mm512_srlv_epi16(codes, constants.shifts);
+    _mm512_store_si512(to + j * Step, _mm512_permutexvar_epi16(nibbles, _mm512_load_si512(constants.tables[scale])));
+  }
+
   Tile tile_;
   const uint16_t (*tables_)[32];
 };
@@ -164,32 +216,61 @@ class Int4 {
     return special;
   }
 
+  struct Constants {
+    // Rotates by one bit less: the nibble stands in bits 1 to 4, and bit 0 chooses the upper half of its dword.
+    __m512i turns = _mm512_set_epi32(11, 11, 11, 11, 7, 7, 7, 7, 3, 3, 3, 3, 31, 31, 31, 31);
+    __m512i upper = _mm512_set1_epi32(int(0xffff0000)), one = _mm512_set1_epi16(1);
+    __m512 codes;
+  };
+  Constants constants() const {
+    Constants all;
+    all.codes = _mm512_load_ps(codes_);
+    return all;
+  }
+
+  struct Place {
+    const uint8_t* weight;
+    const float *scale, *zero;
+    int64_t weight_step, scale_step;
+  };
+  Place place(int64_t c, int r) const {
+    const int64_t at = r * line_ + 4 * c;
+    return {tile_.weight + r * tile_.weight_step + c * 64, scales_ + at, zeros_ + at, tile_.weight_step, line_};
+  }
+
   // As Mxfp4; upper parts, then a tile of lower parts.
   template <int Step>
-  __attribute__((noinline)) void unpack(int64_t c, int quarter, uint8_t* to) const {
-    // Rotates by one bit less: the nibble stands in bits 1 to 4, and bit 0 chooses the upper half of its dword.
-    const __m512i turns = _mm512_set_epi32(11, 11, 11, 11, 7, 7, 7, 7, 3, 3, 3, 3, 31, 31, 31, 31);
-    const __m512i upper_bits = _mm512_set1_epi32(int(0xffff0000)), one = _mm512_set1_epi16(1);
-    const __m512 values = _mm512_load_ps(codes_);
-    const int64_t weight_step = tile_.weight_step, line = line_, columns = tile_.columns;
-    const int first = 4 * quarter, end = first + 4 < tile_.rows ? first + 4 : tile_.rows;
-    const uint8_t* weight = tile_.weight + first * weight_step;
-    to += first * 64;
-    const float *scale = scales_ + first * line + 4 * c, *zero = zeros_ + first * line + 4 * c;
-    for (int r = first; r < end; ++r, weight += weight_step, scale += line, zero += line, to += 64)
-      for_groups(weight, c, columns, [&](int j, __m512i codes) {
-        const __m512 s = _mm512_set1_ps(scale[j]);
-        const __m512 value = Zero ? _mm512_fmsub_ps(values, s, _mm512_set1_ps(zero[j])) : _mm512_mul_ps(values, s);
-        const __m512i bits = _mm512_castps_si512(value);
-        const __m512 upper = _mm512_castsi512_ps(_mm512_and_si512(bits, upper_bits));
-        const __m512i rest = _mm512_castps_si512(_mm512_sub_ps(value, upper));
-        const __m512i index = _mm512_or_si512(_mm512_rorv_epi32(codes, turns), one);
-        _mm512_store_si512(to + j * Step, _mm512_permutexvar_epi16(index, bits));
-        _mm512_store_si512(to + j * Step + kTileBytes, _mm512_permutexvar_epi16(index, rest));
-      });
+  static inline __attribute__((always_inline)) void row(const Constants& constants, const Place& from, int r, uint8_t* to) {
+    const uint8_t* weight = from.weight + r * from.weight_step;
+    unroll<4>([&](auto j) {
+      put<Step>(constants, from, r, j(), copies(_mm_loadu_si128(reinterpret_cast<const __m128i*>(weight + 16 * j()))), to);
+    });
+  }
+
+  template <int Step>
+  __attribute__((noinline)) void unpack(int64_t c, uint8_t* to) const {
+    const Constants all = constants();
+    const Place from = place(c, 0);
+    for_rows(tile_, c, [&](int r) { row<Step>(all, from, r, to + r * 64); },
+             [&](int r, int j, __m512i codes) { put<Step>(all, from, r, j, codes, to + r * 64); });
   }
 
  private:
+  template <int Step>
+  static inline __attribute__((always_inline)) void put(const Constants& constants, const Place& from, int r, int j, __m512i codes,
+                                                        uint8_t* to) {
+    const __m512 scale = _mm512_set1_ps(from.scale[r * from.scale_step + j]);
+    const __m512 value = Zero ? _mm512_fmsub_ps(constants.codes, scale, _mm512_set1_ps(from.zero[r * from.scale_step + j]))
+                              : _mm512_mul_ps(constants.codes, scale);
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512 upper = _mm512_castsi512_ps(_mm512_and_si512(bits, constants.upper));
+    const __m512i rest = _mm512_castps_si512(_mm512_sub_ps(value, upper));
+    const __m512i index = _mm512_or_si512(_mm512_rorv_epi32(codes, constants.turns), constants.one);
+    uint8_t* tile = to + j * Step;
+    _mm512_store_si512(tile, _mm512_permutexvar_epi16(index, bits));
+    _mm512_store_si512(tile + kTileBytes, _mm512_permutexvar_epi16(index, rest));
+  }
+
   Tile tile_;
   alignas(64) float codes_[16];
   float *scales_, *zeros_;

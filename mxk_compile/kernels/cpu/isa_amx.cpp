@@ -3,9 +3,10 @@
 // C[16 output rows][16 columns] fp32 += A[16 rows][32 weights] x B[32 values][16 columns], one group of 32 a step.
 // Weights are bf16 exactly (MXFP4: the scale changes the exponent alone) or as two parts (INT4), so are tokens, and an
 // intermediate is two columns of 8 significant bits each: products are exact, sums fp32. Rows are unpacked into A tiles
-// (amx_unpack.h) a chunk of 4 groups ahead of the multiplication, so that the two units work side by side and the stores
-// have left when tiles are loaded. Up to 3 strips the sums stay in tile registers for the whole row, 2 tiles of rows times
-// the strips; more strips share the weights of 2 chunks, and pass their sums through memory.
+// (amx_unpack.h) a chunk of 4 groups ahead of the multiplication, a few after each product: the unit is busy for 16 cycles
+// then, and of cores that share it or run slowly it is the order that keeps both at work. Sums stay in tile registers for
+// the whole row: 2 tiles of rows times up to 3 strips, or one tile times up to 6, each multiplied with what one unpacking
+// made; more strips unpack again, which costs less than sums that pass through memory.
 // Every sum adds up the groups in order, whatever the shape: a result depends on its row and vector only.
 #include "tile.h"
 
@@ -23,123 +24,125 @@ namespace {
 
 constexpr int64_t kAhead = 3;  // chunks that rows are fetched ahead
 
-template <class F, int... I>
-inline __attribute__((always_inline)) void unroll(F&& f, std::integer_sequence<int, I...>) {
-  (f(std::integral_constant<int, I>()), ...);
-}
-template <int N, class F>
-inline __attribute__((always_inline)) void unroll(F&& f) {
-  unroll(f, std::make_integer_sequence<int, N>());
-}
+template <int Rows, int Cols>
+struct Shape {
+  static constexpr int kRows = Rows, kCols = Cols;
+};
 
-// C[Rows][Cols] += A[Rows][Parts] x B[Cols].
-template <int Rows, int Cols, int Parts>
-inline __attribute__((always_inline)) void multiply_group(const uint8_t* a, const uint8_t* b, int64_t strip) {
-  constexpr int kSums = Rows * Cols;
-  if constexpr (8 - kSums > Cols) {  // B stays in registers
-    constexpr int kB = kSums, kA = kSums + Cols, kFree = 8 - kA;
+// C[Rows][Cols] += A[Rows][Parts] x B[Cols]; calls between(n) after the n-th product.
+template <int Rows, int Cols, int Parts, class F>
+inline __attribute__((always_inline)) void multiply_group(const uint8_t* a, const uint8_t* b, int64_t strip, F&& between) {
+  constexpr int kSums = Rows * Cols, kFree = 8 - kSums;
+  if constexpr (kFree > Cols) {  // B stays in registers
+    constexpr int kB = kSums, kA = kSums + Cols;
     unroll<Cols>([&](auto j) { tile_load<kB + j()>(b + j() * strip); });
     unroll<Rows * Parts>([&](auto i) {
-      tile_load<kA + i() % kFree>(a + i() * kTileBytes);
-      unroll<Cols>([&](auto j) { tile_multiply<i() / Parts * Cols + j(), kA + i() % kFree, kB + j()>(); });
+      constexpr int kOwn = kA + i() % (kFree - Cols);
+      tile_load<kOwn>(a + i() * kTileBytes);
+      unroll<Cols>([&](auto j) {
+        tile_multiply<i() / Parts * Cols + j(), kOwn, kB + j()>();
+        between(std::integral_constant<int, i() * Cols + j()>());
+      });
     });
-  } else {  // one of each; B forth and back, so that the last is still there
+  } else {  // one A; B forth and back, so that the last is still there
     unroll<Rows * Parts>([&](auto i) {
       tile_load<kSums>(a + i() * kTileBytes);
       unroll<Cols>([&](auto n) {
-        constexpr int j = i() % 2 ? Cols - 1 - n() : n();
-        if constexpr (i() == 0 || n() > 0) tile_load<kSums + 1>(b + j * strip);
-        tile_multiply<i() / Parts * Cols + j, kSums, kSums + 1>();
+        constexpr int j = i() % 2 ? Cols - 1 - n() : n(), kB = kSums + 1 + j % (kFree - 1);
+        if constexpr (i() == 0 || n() > 0) tile_load<kB>(b + j * strip);
+        tile_multiply<i() / Parts * Cols + j, kSums, kB>();
+        between(std::integral_constant<int, i() * Cols + n()>());
       });
     });
   }
 }
 
-// Asks for what the rows of a quarter, or those of the next call, will read some chunks after c, and for a quarter of the
-// next call's scales.
-inline void fetch(const Tile& tile, int64_t c, int quarter, int64_t chunks, int64_t packed, int64_t scales) {
-  if (c < 4 && tile.next) {
+// Asks for what the rows of a quarter, or those of the tile that is read next, will read some chunks after c, and for a
+// quarter of that tile's scales.
+inline void fetch(const Tile& tile, const Tile* next, int64_t c, int quarter, int64_t chunks, int64_t packed, int64_t scales) {
+  if (c < 4 && next) {
     const int r = 4 * quarter + int(c);
-    const uint8_t* scale = tile.next->scale + (r < tile.next->rows ? r : 0) * tile.next->scale_step;
+    const uint8_t* scale = next->scale + (r < next->rows ? r : 0) * next->scale_step;
     for (int64_t i = 0; i < scales; i += 64) prefetch(scale + i);
   }
   const int64_t ahead = c + kAhead;
   const bool beyond = ahead >= chunks;
-  const Tile* from = beyond ? tile.next : &tile;
+  const Tile* from = beyond ? next : &tile;
   if (from == nullptr || 4 * quarter + 4 > from->rows) return;
   const int64_t at = (ahead - (beyond ? chunks : 0)) * 64, step = from->weight_step;
   const uint8_t* row = from->weight + (at < packed ? at : 0) + 4 * quarter * step;
   prefetch(row), prefetch(row + step), prefetch(row + 2 * step), prefetch(row + 3 * step);
 }
 
-template <class Codec>
-struct Span {  // what the passes over some chunks share
-  const Codec* rows;
-  const Tile* tiles;
-  uint8_t* memory;              // A tiles: [2 chunks][4 groups][rows][parts]
-  int64_t first, end, chunks;   // chunks [first, end) of all
-  bool unpack;                  // else the A tiles are there
-};
-
-// Sums of Rows tiles and Cols strips over the chunks of a span: from zero if it is the first, else from memory.
+// Sums of Rows tiles and Cols strips. Each product is followed by its share of the rows of the next chunk.
 template <class Codec, int Rows, int Cols>
-__attribute__((noinline)) void pass(const Span<Codec>& span, const uint8_t* strips, int64_t strip, float* sums, int64_t tile_sums) {
-  constexpr int kParts = Codec::kParts, kGroupBytes = Rows * kParts * kTileBytes;
-  const auto sum = [&](int i, int j) { return sums + i * tile_sums + j * 256; };
-  unroll<Rows * Cols>([&](auto t) {
-    if (span.first == 0)
-      tile_zero<t()>();
-    else
-      tile_load<t()>(sum(t() / Cols, t() % Cols));
-  });
-  const Codec* rows = span.rows;
-  const Tile* tiles = span.tiles;
-  const bool unpacks = span.unpack;
-  const int64_t end = span.end, chunks = span.chunks, groups = groups_of(tiles[0].columns), packed = (tiles[0].columns + 1) / 2;
+__attribute__((noinline)) void pass(const Codec* codecs, const Tile* tiles, const Tile* const* next, uint8_t* memory,
+                                    const uint8_t* strips, int64_t strip, float* sums, int64_t tile_sums) {
+  constexpr int kParts = Codec::kParts, kStep = Rows * kParts * kTileBytes;
+  constexpr int kProducts = Rows * kParts * Cols, kShare = Rows * kChunkGroups;  // of a group: products, rows to unpack
+  static_assert(2 * kChunkGroups * kStep <= kMatrixTileBytes, "two chunks fit");
+  const typename Codec::Constants constants = codecs[0].constants();
+  const int64_t columns = tiles[0].columns, groups = groups_of(columns), chunks = chunks_of(columns), packed = (columns + 1) / 2;
   const int64_t scales = groups * kGroup / tiles[0].group * dtype_bytes(tiles[0].scale_dtype);
-  uint8_t* memory = span.memory;
-  const auto chunk_at = [&](int64_t c) { return memory + (c & 1) * (kChunkGroups * kGroupBytes); };
-  const auto unpack = [&](int64_t c, int quarter) {
-    for (int i = 0; i < Rows; ++i) {
-      fetch(tiles[i], c, quarter, chunks, packed, scales);
-      rows[i].template unpack<kGroupBytes>(c, quarter, chunk_at(c) + i * kParts * kTileBytes);
-    }
+  const int least = Rows == 1 ? tiles[0].rows : std::min(tiles[0].rows, tiles[Rows - 1].rows);
+  const auto chunk_at = [&](int64_t c) { return memory + (c & 1) * (kChunkGroups * kStep); };
+  const auto unpack = [&](int64_t c) {
+    for (int i = 0; i < Rows; ++i) codecs[i].template unpack<kStep>(c, chunk_at(c) + i * kParts * kTileBytes);
   };
-  for (int quarter = 0; unpacks && quarter < 4; ++quarter) unpack(span.first, quarter);
-  for (int64_t c = span.first; c < end; ++c)
-    for (int j = 0; j < kChunkGroups; ++j) {
-      if (unpacks && c + 1 < end) unpack(c + 1, j);
-      const int64_t g = c * kChunkGroups + j;
-      if (g < groups) multiply_group<Rows, Cols, kParts>(chunk_at(c) + j * kGroupBytes, strips + g * kTileBytes, strip);
-    }
-  unroll<Rows * Cols>([&](auto t) { tile_store<t()>(sum(t() / Cols, t() % Cols)); });
-}
-
-template <class Codec, int Rows>
-void multiply_rows(const MatrixCall& call, const MatrixScratch& scratch, uint32_t* special) {
-  const Tile* tiles = call.tiles;
-  Codec rows[Rows];
-  for (int i = 0; i < Rows; ++i) special[i] = rows[i].open(tiles[i], typename Codec::Memory(scratch, i));
-  const int64_t strip = strip_bytes(tiles[0].columns);
-  const int64_t tile_sums = call.num_strips * 256;
-  float* sums = scratch.sums;
-  Span<Codec> span = {rows, tiles, scratch.tiles, 0, chunks_of(tiles[0].columns), chunks_of(tiles[0].columns), true};
-  const auto run = [&](int s, int count) {
-    const uint8_t* strips = call.strips + s * strip;
-    if (count == 1) pass<Codec, Rows, 1>(span, strips, strip, sums + s * 256, tile_sums);
-    if (count == 2) pass<Codec, Rows, 2>(span, strips, strip, sums + s * 256, tile_sums);
-    if (count == 3) pass<Codec, Rows, 3>(span, strips, strip, sums + s * 256, tile_sums);
-  };
-  if (call.num_strips <= 3) return run(0, call.num_strips);
-  const int passes = call.num_strips / 2;  // 2 x 2 needs the fewest tile loads for a multiplication
-  for (span.first = 0; span.first < span.chunks; span.first = span.end) {
-    span.end = std::min(span.first + 2, span.chunks), span.unpack = true;
-    for (int p = 0, s = 0; p < passes; ++p) {
-      const int count = (call.num_strips - s) / (passes - p);
-      run(s, count);
-      s += count, span.unpack = false;
+  unroll<Rows * Cols>([&](auto t) { tile_zero<t()>(); });
+  unpack(0);
+  for (int64_t c = 0; c < chunks; ++c) {
+    const bool whole = least == kTileRows && packed - (c + 1) * 64 >= 64;
+    if (!whole && c + 1 < chunks) unpack(c + 1);
+    uint8_t* ahead = chunk_at(c + 1);
+    for (int j = 0; j < kChunkGroups && c * kChunkGroups + j < groups; ++j) {
+      for (int i = 0; i < Rows; ++i) fetch(tiles[i], next[i], c, j, chunks, packed, scales);
+      typename Codec::Place from[Rows];
+      for (int i = 0; i < Rows; ++i) from[i] = codecs[i].place(c + 1, 4 * j);
+      uint8_t* to = ahead + 4 * j * 64;
+      multiply_group<Rows, Cols, kParts>(chunk_at(c) + j * kStep, strips + (c * kChunkGroups + j) * kTileBytes, strip, [&](auto n) {
+        constexpr int kFirst = n() * kShare / kProducts, kCount = (n() + 1) * kShare / kProducts - kFirst;
+        if (whole)
+          unroll<kCount>([&](auto u) {
+            constexpr int kRow = kFirst + u(), i = kRow % Rows;
+            Codec::template row<kStep>(constants, from[i], kRow / Rows, to + i * kParts * kTileBytes + kRow / Rows * 64);
+          });
+      });
     }
   }
+  unroll<Rows * Cols>([&](auto t) { tile_store<t()>(sums + t() / Cols * tile_sums + t() % Cols * 256); });
+}
+
+template <class Codec>
+void multiply_rows(const MatrixCall& call, const MatrixScratch& scratch, uint32_t* special) {
+  const Tile* tiles = call.tiles;
+  Codec codecs[2];
+  for (int i = 0; i < call.num_tiles; ++i) special[i] = codecs[i].open(tiles[i], typename Codec::Memory(scratch, i));
+  const int64_t strip = strip_bytes(tiles[0].columns), tile_sums = call.num_strips * 256;
+  const auto run = [&](auto shape, int i, const Tile* const* next, int s) {
+    constexpr int kRows = decltype(shape)::kRows, kCols = decltype(shape)::kCols;
+    pass<Codec, kRows, kCols>(codecs + i, tiles + i, next, scratch.tiles, call.strips + s * strip, strip,
+                              scratch.sums + i * tile_sums + s * 256, tile_sums);
+  };
+  if (call.num_tiles == 2 && call.num_strips <= 3) {
+    const Tile* next[] = {tiles[0].next, tiles[1].next};
+    if (call.num_strips == 1) run(Shape<2, 1>(), 0, next, 0);
+    if (call.num_strips == 2) run(Shape<2, 2>(), 0, next, 0);
+    if (call.num_strips == 3) run(Shape<2, 3>(), 0, next, 0);
+    return;
+  }
+  const int passes = (call.num_strips + 5) / 6;
+  for (int i = 0; i < call.num_tiles; ++i)
+    for (int p = 0, s = 0, count; p < passes; ++p, s += count) {
+      count = (call.num_strips - s) / (passes - p);
+      const Tile* next = p + 1 < passes ? &tiles[i] : i + 1 < call.num_tiles ? &tiles[i + 1] : tiles[0].next;
+      if (count == 1) run(Shape<1, 1>(), i, &next, s);
+      if (count == 2) run(Shape<1, 2>(), i, &next, s);
+      if (count == 3) run(Shape<1, 3>(), i, &next, s);
+      if (count == 4) run(Shape<1, 4>(), i, &next, s);
+      if (count == 5) run(Shape<1, 5>(), i, &next, s);
+      if (count == 6) run(Shape<1, 6>(), i, &next, s);
+    }
 }
 
 // ---- what the unit does not compute as exact.h does ------------------------------------------------------------------
@@ -200,10 +203,7 @@ __attribute__((noinline)) void mend(const MatrixCall& call, const MatrixScratch&
 template <class Codec>
 void multiply_as(const MatrixCall& call, const MatrixScratch& scratch) {
   uint32_t special[2] = {};
-  if (call.num_tiles == 2)
-    multiply_rows<Codec, 2>(call, scratch, special);
-  else
-    multiply_rows<Codec, 1>(call, scratch, special);
+  multiply_rows<Codec>(call, scratch, special);
   bool any = (special[0] | special[1]) != 0;
   for (int s = 0; s < call.num_strips; ++s) any |= call.exact[s] != 0;
   if (any) mend(call, scratch, special);
