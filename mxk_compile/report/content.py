@@ -13,7 +13,6 @@ import torch
 from mxk_compile.bench import compare
 from mxk_compile.bench.rows import Row
 from mxk_compile.demo import memory_line, rewrite_table
-from mxk_compile.errors import CallError
 from mxk_compile.passes import Report
 from mxk_compile.report import graph, layers, plots
 from mxk_compile.report.page import Page
@@ -161,7 +160,7 @@ def _run_tiles(rows: Sequence[Row]) -> list[tuple[str, str]]:
     ratios = [
         other.us / fused.us
         for group in plots.groups(rows)
-        for other, fused in _pairs(group)
+        for other, fused in plots.pairs(group)
         if other.impl == "stock"
     ]
     if ratios:
@@ -180,19 +179,6 @@ def _run_tiles(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return tiles
 
 
-def _pairs(group: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Rows of the table: each other implementation beside the fused one, where they are the same call."""
-    fused = {row.key: row for row in group if row.impl == "fused"}
-    found = []
-    for row in group:
-        if row.impl != "fused" and row.key in fused:
-            try:
-                found += compare.pair([row], [fused[row.key]])[0]
-            except CallError:  # another draw or shape: no pair
-                continue
-    return found
-
-
 def _speed(page: Page, rows: Sequence[Row]) -> None:
     if not rows:
         return
@@ -201,7 +187,7 @@ def _speed(page: Page, rows: Sequence[Row]) -> None:
     for group in plots.groups(rows):
         first = group[0]
         page.heading(compare.caption((first, group[-1])))
-        pairs = _pairs(group)
+        pairs = plots.pairs(group)
         header = ("tokens", "routing", "local routes")
         if pairs:
             page.table(

@@ -94,7 +94,7 @@ def _operation(node: fx.Node) -> str:
     if node.op == "placeholder":
         return "input"
     name = getattr(node.target, "__name__", None) or str(node.target)
-    return str(node.target) if _is_moe(node) else str(name).removesuffix(".default").removesuffix(".int")
+    return str(node.target) if _is_moe(node) else str(name).partition(".")[0]
 
 
 def _kind(node: fx.Node) -> str:
@@ -106,7 +106,7 @@ def _kind(node: fx.Node) -> str:
 
 def _of_weights(node: fx.Node) -> bool:
     """Whether a node only takes a weight apart: all that it comes from are views of inputs."""
-    return _operation(node).split(".")[0] in ("getitem", "unbind", "view", "select", "t", "transpose")
+    return _operation(node) in ("getitem", "unbind", "view", "select", "t", "transpose")
 
 
 def _group(levels: list[list[fx.Node]]) -> list[tuple[Group, ...]]:

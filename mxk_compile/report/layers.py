@@ -24,7 +24,7 @@ from mxk_compile.ops import moe
 from mxk_compile.parity.cases import error_of
 
 TOKENS = (1, 4, 16, 32)
-_ROUNDS, _SECONDS = 20, 4.0
+_ROUNDS, _SECONDS = 15, 1.0
 # A call on a layer this small is shorter than what its threads wait for each other.
 _ONE_THREAD_BYTES = 64 << 20
 _SEED = 0

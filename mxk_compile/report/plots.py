@@ -8,7 +8,9 @@ import math
 import re
 from collections.abc import Sequence
 
+from mxk_compile.bench import compare
 from mxk_compile.bench.rows import Row
+from mxk_compile.errors import CallError
 from mxk_compile.report import svg
 
 _WIDTH = 720.0
@@ -42,6 +44,19 @@ def groups(rows: Sequence[Row]) -> list[list[Row]]:
     return list(found.values())
 
 
+def pairs(group: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Each other implementation beside the fused one, where they are the same call."""
+    fused = {row.key: row for row in group if row.impl == "fused"}
+    found = []
+    for row in group:
+        if row.impl != "fused" and row.key in fused:
+            try:
+                found += compare.pair([row], [fused[row.key]])[0]
+            except CallError:  # another draw or shape: no pair
+                continue
+    return found
+
+
 def plots(rows: Sequence[Row]) -> list[Plot]:
     """The plots that one group of rows has something for."""
     made = (_speed_up(rows), _floor(rows), _bandwidth(rows))
@@ -68,28 +83,25 @@ def _how(rows: Sequence[Row]) -> str:
 
 
 def _speed_up(rows: Sequence[Row]) -> Plot | None:
-    tables: dict[str, dict[tuple[object, ...], Row]] = {}
-    for row in rows:
-        tables.setdefault(row.impl, {})[row.key] = row
-    others = [impl for impl in tables if impl != "fused"]
-    if "fused" not in tables or not others:
-        return None
+    calls: dict[tuple[object, ...], list[tuple[Row, Row]]] = {}
+    for other, fused in pairs(rows):
+        calls.setdefault(fused.key, []).append((other, fused))
+    others = list(dict.fromkeys(other.impl for same in calls.values() for other, _ in same))
     shown = colours(others)
-    bars = []
-    for key, fused in tables["fused"].items():
-        values = [
-            (
-                impl,
-                tables[impl][key].us / fused.us,
-                f"{tables[impl][key].us:.1f} µs against {fused.us:.1f} µs",
-            )
-            for impl in others
-            if key in tables[impl]
-        ]
-        if values:
-            bars.append(
-                (_label(fused), [(shown[impl], value, f"{impl}: {why}") for impl, value, why in values])
-            )
+    bars = [
+        (
+            _label(same[0][1]),
+            [
+                (
+                    shown[other.impl],
+                    other.us / fused.us,
+                    f"{other.impl}: {other.us:.1f} µs against {fused.us:.1f} µs",
+                )
+                for other, fused in same
+            ],
+        )
+        for same in calls.values()
+    ]
     if not bars:
         return None
     one = [(impl, shown[impl]) for impl in others]

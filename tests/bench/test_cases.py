@@ -63,7 +63,8 @@ def test_a_layer_looks_like_a_case_of_its_row(name: str) -> None:
     for made, expected in zip(layer.weights, like.weights, strict=True):
         assert (made is None) == (expected is None)
         if made is not None:
-            assert made.dtype == expected.dtype and made.shape == expected.shape
+            assert made.dtype == expected.dtype
+            assert made.shape == expected.shape
     again = cases.make_layer(small, 3, 0, "cpu")
     assert torch.equal(layer.w13, again.w13)
     assert not torch.equal(layer.w13, cases.make_layer(small, 3, 1, "cpu").w13)
@@ -77,12 +78,14 @@ def test_a_rotation_keeps_routes_and_hits_and_walks_over_all_experts(monkeypatch
     layers = [cases.make_layer(VARIANTS["gptoss"], 16, seed, "cpu") for seed in range(2)]
     of_expert = (64 * 64 + 64 * 32) // 2 + 64 * 2 + 64
     found = cases.rotation(point, layers, cache_bytes=16 * of_expert, chain=8)
-    assert found.expert_bytes == of_expert and len(found.calls) % 8 == 0
+    assert found.expert_bytes == of_expert
+    assert len(found.calls) % 8 == 0
     first = found.calls[0][1]
     hits = set()
     for layer, ids in found.calls:
         local = ids < 16
-        assert torch.equal(local, first < 16) and torch.equal(ids[~local], first[~local])
+        assert torch.equal(local, first < 16)
+        assert torch.equal(ids[~local], first[~local])
         assert len(ids[local].unique()) == found.experts_touched
         hits |= {(layer, expert) for expert in ids[local].tolist()}
     assert int((first < 16).sum()) == found.local_routes > 0

@@ -43,8 +43,11 @@ def test_a_row_of_each_kind(name: str, impl: str) -> None:
     point = Point(name, 8, 5, "random")
     (row,) = runner.run([point], "cpu", impl, TINY, pytest.fail)
     assert (row.impl, row.num_tokens, row.evidence, row.seed) == (impl, 5, "measured", 0)
-    assert row.rel_l2 is not None and row.rel_l2 < (3e-3 if impl == "fused" else 1.2e-2)
-    assert row.us > 0 and row.floor_us is not None and row.versions["torch"] == torch.__version__
+    assert row.rel_l2 is not None
+    assert row.rel_l2 < (3e-3 if impl == "fused" else 1.2e-2)
+    assert row.us > 0
+    assert row.floor_us is not None
+    assert row.versions["torch"] == torch.__version__
     _, ids, _ = cases.draw(point)
     assert row.local_routes == int((ids < 8).sum())
     assert parse([row.to_json()], "row") == [row]
@@ -69,7 +72,8 @@ def test_what_an_implementation_does_not_compute_is_left_out_with_the_reason() -
     points = [Point(name, 8, 1, "hot") for name in ("dsv41", "glm")]
     (row,) = runner.run(points, "cpu", "unpacked", TINY, said.append)
     assert row.variant == "glm"
-    assert len(said) == 1 and "dsv41 E=8 T=1 hot: mxk bench --impl unpacked: no stock op" in said[0]
+    assert len(said) == 1
+    assert "dsv41 E=8 T=1 hot: mxk bench --impl unpacked: no stock op" in said[0]
 
 
 def test_samples_are_of_whole_chains_and_the_first_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +83,8 @@ def test_samples_are_of_whole_chains_and_the_first_warms_up(monkeypatch: pytest.
     calls: timing.Calls = [lambda i=i: made.append(i) for i in range(3)]  # type: ignore[misc]
     times = timing.time_cpu(calls, Method(chain=8, replays=4))
     assert made == [index % 3 for index in range(8 * 5)]
-    assert times.samples_us == pytest.approx([1.0] * 4) and times.method == "chain of 8, median of 4"
+    assert times.samples_us == pytest.approx([1.0] * 4)
+    assert times.method == "chain of 8, median of 4"
     assert times.median_us == pytest.approx(1.0)
 
 
@@ -89,13 +94,23 @@ def test_a_slow_call_stops_at_the_fewest_samples() -> None:
 
 
 def test_impls_of_one_command_run_in_processes_of_their_own() -> None:
-    command = [sys.executable, "-m", "mxk_compile.cli", "bench", "--device", "tpc-modelled", "--suite", "document"]
+    command = [
+        sys.executable,
+        "-m",
+        "mxk_compile.cli",
+        "bench",
+        "--device",
+        "tpc-modelled",
+        "--suite",
+        "document",
+    ]
     done = subprocess.run([*command, "--variant", "muse"], capture_output=True, text=True, check=True)
     found = parse(done.stdout.splitlines(), "output")
     assert [row.impl for row in found] == ["stock"] * 5 + ["fused"] * 5
     assert {row.evidence for row in found[:5]} == {"published"}
     assert {row.evidence for row in found[5:]} == {"modelled"}
-    assert "muse: 128 of 256 experts" in done.stderr and "published and modelled, Gaudi 2" in done.stderr
+    assert "muse: 128 of 256 experts" in done.stderr
+    assert "published and modelled, Gaudi 2" in done.stderr
     fused = {row.key: row for row in found if row.impl == "fused"}
     hot = fused[("muse", 128, 4, "hot")]
     assert hot.counts["vpu_cycles_per_chunk_row"] > 8
@@ -125,7 +140,8 @@ def test_what_is_not_there_is_refused_with_what_is(
     except SystemExit as stopped:
         code = int(stopped.code or 0)
     captured = capsys.readouterr()
-    assert code == 2 and captured.out == ""
+    assert code == 2
+    assert captured.out == ""
     assert said in captured.err.splitlines()[-1]
 
 
@@ -143,7 +159,8 @@ def test_published_columns_of_chord(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--suite", "chord", "--impl", "chord"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     rows = {(line["variant"], line["num_tokens"]): line["us"] for line in lines}
-    assert rows[("chord decode EP8 gate_up", 20)] == 221.9 and rows[("chord TP8 down", 16384)] == 1723.5
+    assert rows[("chord decode EP8 gate_up", 20)] == 221.9
+    assert rows[("chord TP8 down", 16384)] == 1723.5
     assert {line["evidence"] for line in lines} == {"published"}
 
 
@@ -151,17 +168,24 @@ def test_published_columns_of_chord(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_rows_on_cuda() -> None:
     rows = list(runner.run([Point("glm", 16, 2, "random")], "cuda", "fused", Method(replays=5), pytest.fail))
-    assert rows[0].rel_l2_bf16 is not None and rows[0].rel_l2_bf16 < 1.8e-3
+    assert rows[0].rel_l2_bf16 is not None
+    assert rows[0].rel_l2_bf16 < 1.8e-3
     assert "CUDA graph" in rows[0].method
 
 
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("name", [name for name in implementations.names() if name not in implementations.OURS])
+@pytest.mark.parametrize(
+    "name", [name for name in implementations.names() if name not in implementations.OURS]
+)
 def test_each_peer_runs_or_says_why_not(name: str) -> None:
     peer = implementations.load_peer(name)
-    assert peer.DEVICE in ("cpu", "cuda") and isinstance(peer.CAPTURABLE, bool) and peer.NAME
+    assert peer.DEVICE in ("cpu", "cuda")
+    assert isinstance(peer.CAPTURABLE, bool)
+    assert peer.NAME
     if peer.missing() is not None or peer.DEVICE == "cuda":
         pytest.skip(peer.missing() or "needs a GPU")
     variant = "kimi_int4" if name == "aten_int4" else "glm"
     (row,) = runner.run([Point(variant, 8, 3, "random")], "cpu", name, TINY, pytest.fail)
-    assert row.rel_l2 is not None and row.rel_l2 < 1.2e-2 and name in row.versions
+    assert row.rel_l2 is not None
+    assert row.rel_l2 < 1.2e-2
+    assert name in row.versions

@@ -1,4 +1,4 @@
-"""Rows: written and read back, every kind of file that is none refused by name, tables, refusals, the baseline check."""
+"""Rows: written and read back, files that are none refused by name, tables, refusals, the baseline check."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def test_a_file_that_is_none_of_ours_is_refused_by_name(
     path.write_bytes(content)
     assert main(["bench", "--compare", str(path)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"mxk: error: {path}: {fault}; allowed: ") and said.count("\n") == 1
+    assert said.startswith(f"mxk: error: {path}: {fault}; allowed: ")
+    assert said.count("\n") == 1
 
 
 def test_infinite_numbers_are_refused(tmp_path: pathlib.Path) -> None:
@@ -164,7 +165,8 @@ def test_runs_without_a_common_line_or_with_two_of_one_are_refused() -> None:
 def test_rows_without_a_partner_are_said() -> None:
     alone = dataclasses.replace(ROW, num_tokens=16)
     pairs, rest = compare.pair([STOCK], [ROW, alone])
-    assert pairs == [(STOCK, ROW)] and rest == [alone]
+    assert pairs == [(STOCK, ROW)]
+    assert rest == [alone]
 
 
 def baseline_folder(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, *found: Row) -> None:
