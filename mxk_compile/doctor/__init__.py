@@ -6,36 +6,49 @@ with a time limit, so that nothing that is broken, slow or hanging keeps the oth
 
 from __future__ import annotations
 
+import importlib
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from mxk_compile.doctor import gaudi, kernels, plugins, versions
 from mxk_compile.doctor.finding import Finding
 from mxk_compile.version import __version__
 
 LIMIT_SECONDS = 30.0
 """Longest that one check may take: the slowest takes two seconds, and ten where other work has the cores."""
+
+
+def _of(module: str, name: str) -> Callable[[], Iterable[Finding]]:
+    """A check whose module is imported when it runs: what it stands on may be what is broken."""
+
+    def check() -> Iterable[Finding]:
+        found: Iterable[Finding] = getattr(importlib.import_module(f"{__name__}.{module}"), name)()
+        return found
+
+    return check
+
+
 CHECKS: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
-    ("python", versions.python),
-    ("torch", versions.torch_version),
-    ("transformers", versions.transformers),
-    ("CPU kernels", kernels.cpu_kernels),
-    ("CUDA kernels", kernels.cuda_kernels),
-    ("backend", plugins.backend),
-    ("compile caches", plugins.caches),
-    ("vLLM plugin", plugins.vllm_plugin),
-    ("Gaudi variables", gaudi.variables),
-    ("Gaudi library", gaudi.library),
-    ("copies", plugins.copies),
-    ("loaded libraries", plugins.loaded),
+    ("python", _of("versions", "python")),
+    ("torch", _of("versions", "torch_version")),
+    ("transformers", _of("versions", "transformers")),
+    ("CPU kernels", _of("kernels", "cpu_kernels")),
+    ("CUDA kernels", _of("kernels", "cuda_kernels")),
+    ("backend", _of("plugins", "backend")),
+    ("compile caches", _of("plugins", "caches")),
+    ("vLLM plugin", _of("plugins", "vllm_plugin")),
+    ("Gaudi variables", _of("gaudi", "variables")),
+    ("Gaudi library", _of("gaudi", "library")),
+    ("copies", _of("plugins", "copies")),
+    ("loaded libraries", _of("plugins", "loaded")),
 )
 """In the order of the lines: what the others stand on comes first."""
 
 
 def diagnose(refused: Sequence[str] = ()) -> list[Finding]:
     """All findings; `refused` are settings that were wrong and are at their default now. Raises nothing."""
-    findings = [Finding("settings", "fail", *_split(text)) for text in refused] or [versions.settings_line()]
+    findings = [Finding("settings", "fail", *_split(text)) for text in refused]
+    findings = findings or _isolated("settings", _of("versions", "settings_line"))
     for name, check in CHECKS:
         findings += _isolated(name, check)
     return findings

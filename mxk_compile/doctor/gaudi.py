@@ -14,7 +14,7 @@ from mxk_compile.doctor.finding import Finding
 from mxk_compile.errors import MxkError
 from mxk_compile.kernels.tpc.libraries import KERNEL_LIBRARY, MANIFEST, Manifest, read_manifest
 from mxk_compile.lazy import environment
-from mxk_compile.settings import process_environment
+from mxk_compile.settings import process_environment, settings
 
 _SWITCHES = ("MXFP4_TPC_MOE", "MXFP4_TPC_MOE_LIB", "GC_KERNEL_PATH")
 _BRIDGE = "habana-torch-plugin"
@@ -82,6 +82,9 @@ def library() -> Iterator[Finding]:
     ]
     if given.get("MXFP4_TPC_MOE", "0") == "1" or given.get("MXFP4_TPC_MOE_LIB"):
         folders.append(Path(given.get("MXFP4_TPC_MOE_LIB") or "/opt/mxfp4-moe/lib"))
+    lazy = given.get("PT_HPU_LAZY_MODE", "0") != "0"
+    if settings.vllm and not lazy:  # what the plugin takes in a vLLM server (integrations/vllm_gaudi.py)
+        folders.append(Path(settings.gaudi_lib))
     if not folders:
         found = f"no variable names a {KERNEL_LIBRARY}: kernels are off"
         yield Finding(name, "ok", found)

@@ -38,14 +38,14 @@ TORCH = Versions((2, 10), (2, 15), ((2, 11), (2, 13), (2, 14)))
 TRANSFORMERS = Versions((5, 10), (6, 0), ((5, 10), (5, 17), (5, 23), (5, 24)))
 
 
-def settings_line() -> Finding:
+def settings_line() -> Iterator[Finding]:
     """The settings that are not at their default."""
     changed = [
         f"{field.name}={getattr(settings, field.name)!r}"
         for field in dataclasses.fields(Settings)
         if getattr(settings, field.name) != field.default
     ]
-    return Finding("settings", "ok", ", ".join(changed) or "all at their defaults")
+    yield Finding("settings", "ok", ", ".join(changed) or "all at their defaults")
 
 
 def python() -> Iterator[Finding]:

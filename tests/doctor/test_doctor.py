@@ -113,6 +113,18 @@ def test_a_check_that_breaks_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPat
     ]
 
 
+def test_a_part_that_cannot_be_imported_breaks_its_own_checks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mxk_compile.doctor.plugins", None)
+    findings = doctor.diagnose()
+    broken = {finding.check for finding in findings if finding.state == "fail"}
+    assert broken == {"backend", "compile caches", "vLLM plugin", "copies", "loaded libraries"}
+    assert {finding.check for finding in findings if finding.state == "ok"} >= {
+        "torch",
+        "CPU kernels",
+        "Gaudi variables",
+    }
+
+
 def test_versions_outside_the_table_fail_and_unknown_ones_say_so() -> None:
     states = {text: versions.TORCH.judge("torch", text).state for text in ("2.9.1", "2.15.0a0", "3.0", "?")}
     assert set(states.values()) == {"fail"}
@@ -342,3 +354,16 @@ def test_the_gaudi_library_against_its_image(monkeypatch: pytest.MonkeyPatch, tm
     assert "libmxk_tpc.so: sha256" in found(gaudi.library, "fail")[0]
     given(monkeypatch, MXFP4_TPC_MOE="1", MXFP4_TPC_MOE_LIB=str(tmp_path / "none"))
     assert "MANIFEST: it is not there; allowed: a folder that" in found(gaudi.library, "fail")[0]
+
+
+def test_the_build_of_a_server_in_compiled_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Served:
+        vllm = True
+        gaudi_lib = str(write_build(tmp_path / "lib"))
+
+    monkeypatch.setattr(gaudi, "settings", Served)
+    monkeypatch.setattr(gaudi, "_concerned", lambda: True)
+    given(monkeypatch)
+    assert f"{tmp_path / 'lib'}: gptoss-v0-1, files and image" in found(gaudi.library, "ok")[0]
+    given(monkeypatch, PT_HPU_LAZY_MODE="1")
+    assert "no variable names a libmxk_tpc.so" in found(gaudi.library, "ok")[0]
