@@ -31,11 +31,14 @@ def model_page(model: Any, folder: Path, tokens: Sequence[int]) -> Page:
     """The page of a loaded model: what runs for each T of `tokens`, the graph, speed and error of its layers here."""
     name = folder.resolve().name
     page = Page(f"{name}: what mxk does with it", f"mxk explain {folder} --html")
-    reports = {num_tokens: rewrite_table(model, num_tokens) for num_tokens in tokens}
+    ids = torch.zeros(1, tokens[0], dtype=torch.int64, device=model.device)
+    before, _ = graph.trace(model, 0, input_ids=ids, use_cache=False)
+    after, report = graph.trace(model, settings.max_tokens, input_ids=ids, use_cache=False)
+    reports = {tokens[0]: report, **{more: rewrite_table(model, more) for more in tokens[1:]}}
     figures, rows = layers.measure(model, name)
     page.tiles(_model_tiles(reports, figures, rows))
     _what_runs(page, reports)
-    _graphs(page, model)
+    _graphs(page, graph.neighbourhood(before), graph.neighbourhood(after), tokens[0])
     _speed(page, rows)
     if not rows:
         page.paragraph(
@@ -110,20 +113,17 @@ def _what_runs(page: Page, reports: dict[int, Report]) -> None:
             page.unfold()
 
 
-def _graphs(page: Page, model: Any) -> None:
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    sides = [
-        graph.neighbourhood(graph.trace(model, cap, input_ids=ids, use_cache=False))
-        for cap in (0, settings.max_tokens)
-    ]
-    if sides[0] is None or sides[1] is None:
+def _graphs(
+    page: Page, before: graph.Neighbourhood | None, after: graph.Neighbourhood | None, num_tokens: int
+) -> None:
+    if before is None or after is None:
         return
     page.section("The graph, before and after")
     caption = (
-        "The first MoE call with T = 1, as the inner compiler receives it without and with the passes:"
+        f"The first MoE call with T = {num_tokens}, as the inner compiler receives it without and with the passes:"
         " boxes are operations of one kind, lines their inputs."
     )
-    page.plot(Plot("graph", "First MoE call", graph.draw(sides[0], sides[1]), caption))
+    page.plot(Plot("graph", "First MoE call", graph.draw(before, after), caption))
 
 
 def run_page(rows: Sequence[Row], sources: Sequence[str]) -> Page:

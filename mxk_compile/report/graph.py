@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from mxk_compile.backend import compile_with
+from mxk_compile.passes import Report
 from mxk_compile.report import svg
 from mxk_compile.settings import settings
 
@@ -49,19 +50,20 @@ class Neighbourhood:
 
 def trace(
     function: Callable[..., Any], max_tokens: int | None, *inputs: Any, **kwargs: Any
-) -> list[fx.Graph]:
-    """The graphs that reach the inner compiler, with calls of at most `max_tokens` tokens fused (0: none)."""
+) -> tuple[list[fx.Graph], Report]:
+    """The graphs that reach the inner compiler, with calls of at most `max_tokens` tokens fused (0: none), and why."""
     graphs: list[fx.Graph] = []
+    report = Report()
 
     def keep(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         graphs.append(module.graph)
         return module.forward
 
     torch._dynamo.reset()
-    backend = compile_with(keep, settings.replace(max_tokens=max_tokens))
+    backend = compile_with(keep, settings.replace(max_tokens=max_tokens), report)
     with torch.no_grad():
         torch.compile(function, backend=backend, dynamic=False)(*inputs, **kwargs)
-    return graphs
+    return graphs, report
 
 
 def neighbourhood(graphs: Sequence[fx.Graph]) -> Neighbourhood | None:

@@ -185,7 +185,7 @@ def test_the_graph_of_a_call_before_and_after() -> None:
         return result + 1
 
     given = torch.zeros(2, k).bfloat16(), torch.zeros(2, 2).long(), torch.zeros(2, 2).bfloat16()
-    sides = [graph.neighbourhood(graph.trace(layer, cap, *given)) for cap in (0, 32)]
+    sides = [graph.neighbourhood(graph.trace(layer, cap, *given)[0]) for cap in (0, 32)]
     assert sides[0] is not None
     assert sides[1] is not None
     labels = [{(group.label, group.count) for level in side.levels for group in level} for side in sides]
@@ -201,7 +201,7 @@ def test_the_graph_of_a_call_before_and_after() -> None:
 
 
 def test_a_graph_without_a_call_has_no_drawing() -> None:
-    assert graph.neighbourhood(graph.trace(torch.sin, 0, torch.zeros(1))) is None
+    assert graph.neighbourhood(graph.trace(torch.sin, 0, torch.zeros(1))[0]) is None
 
 
 def test_pages_are_written_whole_or_not_at_all(
