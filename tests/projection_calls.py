@@ -24,13 +24,12 @@ class Stack:
 
     def expected(self, x: Tensor, experts: Sequence[int], top_k: int = 1) -> Tensor:
         """float64 [rows, N]: each row's own product; UNWRITTEN where the expert is none."""
-        rows = []
-        for row, expert in enumerate(experts):
-            if 0 <= expert < len(self.values):
-                rows.append(self.values[expert] @ x[row // top_k].double().cpu())
-            else:
-                rows.append(torch.full((self.values.shape[1],), UNWRITTEN, dtype=torch.float64))
-        return torch.stack(rows) if rows else torch.empty(0, self.values.shape[1], dtype=torch.float64)
+        of_row = torch.tensor(experts, dtype=torch.int64)
+        source = x.double().cpu()[torch.arange(len(of_row)) // top_k]
+        expected = torch.full((len(of_row), self.values.shape[1]), UNWRITTEN, dtype=torch.float64)
+        for expert, values in enumerate(self.values):
+            expected[of_row == expert] = source[of_row == expert] @ values.T
+        return expected
 
 
 def make_stack(
