@@ -207,12 +207,12 @@ def _again(name: str, baseline: list[Row]) -> list[Row]:
     if baseline[0].evidence == "measured" and here != baseline[0].device:
         _say(f"{name}: left out: its rows are of {baseline[0].device}; here is {here or 'no CUDA device'}")
         return []
+    if baseline[0].variant not in VARIANTS:
+        return list(chord_rows.run("cuda", "fused", timing.Method(), quick=True, say=_say))
     found: list[Row] = []
     for impl, points in check.points_of(baseline).items():
         if baseline[0].evidence == "modelled":
             found += modelled.run(points, impl, _say)
-        elif baseline[0].variant in VARIANTS:
-            found += runner.run(points, "cuda", impl, timing.Method(), _say)
         else:
-            found += chord_rows.run("cuda", impl, timing.Method(), quick=True, say=_say)
+            found += runner.run(points, "cuda", impl, timing.Method(), _say)
     return found

@@ -241,4 +241,4 @@ def test_check_without_a_baseline_is_an_error(
 def test_the_committed_baseline_can_be_read() -> None:
     for found in check.baselines().values():
         assert len({(row.device, row.evidence) for row in found}) == 1
-        assert all(row.impl == "fused" for row in found)
+        assert {row.impl for row in found} <= {"fused", "launched"}
