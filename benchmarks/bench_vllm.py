@@ -3,11 +3,12 @@
 The model is a random Qwen3-MoE of six layers, 32 experts of 1024 x 512, top-2, in INT4 and MXFP4, made for the run.
 Stock vLLM for CPU reads packed experts on processors with AMX alone, and INT4 of group 32 on none, so it is given the
 same weight values in bf16; `--model DIR` gives both the same checkpoint instead. Requests have prompts of about 100
-tokens and generate 64. Servers take turns, since other work on the machine hits whatever runs.
+tokens and generate 64. Both servers are up at once and take turns, since other work on the machine hits whatever runs.
 
-Each line is one JSON object: a server, the requests in flight, generated tokens a second. The last has the ratios.
+Each line is one JSON object: the requests in flight, generated tokens a second of both, and the median of the turns'
+ratios.
 
-    python benchmarks/bench_vllm.py --rounds 2
+    python benchmarks/bench_vllm.py
 """
 
 from __future__ import annotations
@@ -30,27 +31,37 @@ IN_FLIGHT = (1, 4, 16)
 NEW_TOKENS = 64
 
 
-async def measure(server: soak.Server, words: list[str]) -> dict[int, float]:
-    """Generated tokens a second by requests in flight."""
+async def measure(servers: dict[str, soak.Server], words: list[str], rounds: int) -> None:
+    """Prints a line for each number of requests in flight."""
     import aiohttp
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
-        await soak.started(server, session)
-        load = soak.Load(session, server.url, words)
+        loads = {}
+        for kind, server in servers.items():
+            await soak.started(server, session)
+            loads[kind] = soak.Load(session, server.url, words)
         random_ = random.Random(0)
 
-        async def client(count: int) -> None:
-            for _ in range(count):
-                prompt = load.text(random_, 40)[:100]
-                await load.ask("completions", prompt=prompt, max_tokens=NEW_TOKENS, temperature=0)
+        async def burst(kind: str, in_flight: int) -> float:
+            async def client() -> None:
+                prompt = loads[kind].text(random_, 40)[:100]
+                await loads[kind].ask("completions", prompt=prompt, max_tokens=NEW_TOKENS, temperature=0)
 
-        await asyncio.gather(*(client(1) for _ in range(max(IN_FLIGHT))))
-        rates = {}
+            start = time.monotonic()
+            await asyncio.gather(*(client() for _ in range(in_flight)))
+            return in_flight * NEW_TOKENS / (time.monotonic() - start)
+
+        for kind in loads:
+            await burst(kind, max(IN_FLIGHT))
         for in_flight in IN_FLIGHT:
-            start, count = time.monotonic(), max(2, 6 // in_flight)
-            await asyncio.gather(*(client(count) for _ in range(in_flight)))
-            rates[in_flight] = in_flight * count * NEW_TOKENS / (time.monotonic() - start)
-        return rates
+            turns = [{kind: await burst(kind, in_flight) for kind in loads} for _ in range(rounds)]
+            row: dict[str, Any] = {"in_flight": in_flight, "turns": rounds}
+            for kind in loads:
+                row[f"{kind}_tokens_per_s"] = round(statistics.median(turn[kind] for turn in turns), 1)
+            ratios = sorted(turn["plugin"] / turn["stock"] for turn in turns)
+            row["plugin_over_stock"] = round(statistics.median(ratios), 2)
+            row["ratios"] = [round(ratios[0], 2), round(ratios[-1], 2)]
+            print(json.dumps(row), flush=True)
 
 
 def _models(folder: Path) -> dict[str, Path]:
@@ -67,34 +78,26 @@ def _models(folder: Path) -> dict[str, Path]:
 def main() -> None:
     """The command; see the module docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=1, help="servers of each kind (default: 1)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each server (default: 5)")
     parser.add_argument("--model", type=Path, help="checkpoint directory that both servers read")
     arguments = parser.parse_args()
     words = soak.TEXT.read_text().split()
-    rates: dict[tuple[str, int], list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="mxk-bench.") as name:
         folder = Path(name)
         given = arguments.model
         models = dict.fromkeys(("plugin", "stock"), given) if given else _models(folder)
-        for _ in range(arguments.rounds):
+        servers: dict[str, soak.Server] = {}
+        try:
             for kind, model in models.items():
-                server = soak.Server(model, folder, kind == "stock", [])
-                try:
-                    found = asyncio.run(measure(server, words))
-                finally:
-                    server.stop()
-                if (soak.TAKEN in server.log.read_text()) == (kind == "stock"):
-                    raise SystemExit(f"{kind}: the log says that the plugin was used, or not, as it should")
-                for in_flight, rate in found.items():
-                    rates.setdefault((kind, in_flight), []).append(rate)
-                    row: dict[str, Any] = {"server": kind, "in_flight": in_flight}
-                    print(json.dumps(row | {"generated_tokens_per_s": round(rate, 1)}), flush=True)
-    middle = {key: statistics.median(values) for key, values in rates.items()}
-    print(
-        json.dumps(
-            {"plugin_over_stock": {n: round(middle["plugin", n] / middle["stock", n], 2) for n in IN_FLIGHT}}
-        )
-    )
+                (folder / kind).mkdir()
+                servers[kind] = soak.Server(model, folder / kind, kind == "stock", [])
+            asyncio.run(measure(servers, words, arguments.rounds))
+        finally:
+            for server in servers.values():
+                server.stop()
+        for kind, server in servers.items():
+            if (soak.TAKEN in server.log.read_text()) == (kind == "stock"):
+                raise SystemExit(f"{kind}: the log says that the plugin was used, or not, as it should")
 
 
 if __name__ == "__main__":
