@@ -2,11 +2,11 @@
 //
 // C[16 output rows][16 columns] fp32 += A[16 rows][32 weights] x B[32 values][16 columns], one group of 32 a step.
 // Weights are bf16 exactly (MXFP4: the scale changes the exponent alone) or as two parts (INT4), so are tokens, and an
-// intermediate is two columns of 8 significant bits each: products are exact, sums fp32. Rows are unpacked into A tiles
-// (amx_unpack.h) a chunk of 4 groups ahead of the multiplication, a few after each product: the unit is busy for 16 cycles
-// then, and of cores that share it or run slowly it is the order that keeps both at work. Sums stay in tile registers for
-// the whole row: 2 tiles of rows times up to 3 strips, or one tile times up to 6, each multiplied with what one unpacking
-// made; more strips unpack again, which costs less than sums that pass through memory.
+// intermediate is two columns of 8 significant bits each: products are exact, sums fp32.
+// Rows are unpacked into A tiles (amx_unpack.h) a chunk of 4 groups ahead, a few after each product: products take 16 cycles
+// and the unpacking hides behind them. Two chunks of A tiles, 16 KiB, are what the first cache bears beside rows and B.
+// Sums stay in tile registers for the whole row: 2 tiles of rows times up to 3 strips, or one tile times up to 6. More
+// strips unpack the rows again, which costs less than sums that pass through memory.
 // Every sum adds up the groups in order, whatever the shape: a result depends on its row and vector only.
 #include "tile.h"
 
