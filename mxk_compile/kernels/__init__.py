@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,47 +62,23 @@ def _prepare(
     return result
 
 
-# Keys of a call, written out and with short names: they are half of what a small call costs.
-
-
-def _stacked(
-    x: Tensor, ids: Tensor, router: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor, *more: Any
-) -> tuple[Any, ...]:
-    return (
-        *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype),
-        *(router.shape, router.stride(), router.dtype),
-        *(w13.data_ptr(), w13.shape, w13.stride(), w13.dtype),
-        *(s13.data_ptr(), s13.shape, s13.stride(), s13.dtype),
-        *(w2.data_ptr(), w2.shape, w2.stride(), w2.dtype),
-        *(s2.data_ptr(), s2.shape, s2.stride(), s2.dtype),
-        *[None if w is None else (w.data_ptr(), w.shape, w.stride(), w.dtype) for w in more],
-    )
-
-
 _shape, _dtype = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
-def _lists(x: Tensor, ids: Tensor, router: Tensor, *weights: Any) -> tuple[Any, ...]:
-    return (
-        *(x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype),
-        *(router.shape, router.stride(), router.dtype),
+def _members(weights: tuple[list[Tensor], ...]) -> Iterator[tuple[Any, ...]]:
+    """What tells lists of weights apart: addresses and layouts."""
+    for w in weights:
         # Sets: lists that run have one layout each, the others are refused or copied and never come here again.
-        *[
-            (*map(Tensor.data_ptr, w), *(frozenset(map(part, w)) for part in (_shape, Tensor.stride, _dtype)))
-            for w in weights
-        ],
-    )
+        yield *map(Tensor.data_ptr, w), *(frozenset(map(part, w)) for part in (_shape, Tensor.stride, _dtype))
 
 
-def _enter(
-    op: str, device: str, kernels: Any, key_of: Callable[..., tuple[Any, ...]]
-) -> Callable[..., Tensor]:
+def _enter(op: str, device: str, kernels: Any) -> Callable[..., Tensor]:
     """Registers what runs `mxk::<op>` on a device; returns it for compiled graphs, which need no dispatcher.
 
     Calls that need no gradient enter from the autograd key, if the device is next (no mode, subclass or transform in
     between): that saves the dispatcher's second round.
     """
-    known, on_cuda = prepared[device], kernels is cuda
+    known, on_cuda, stacked = prepared[device], device == "CUDA", op == "moe"
     find, rule = known.get, autograd_rules[op]
     own = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device))
     below, plain = torch._C._after_autograd_keyset.raw_repr(), own.raw_repr()
@@ -112,25 +88,47 @@ def _enter(
         x: Tensor,
         ids: Tensor,
         router: Tensor,
-        *weights: Any,
+        w13: Any,
+        s13: Any,
+        w2: Any,
+        s2: Any,
+        *more: Any,
         **attributes: Any,
     ) -> Any:
         if keyset is None:
             if _profiler_enabled():  # which sees calls of the dispatcher by itself
                 with _RecordFunctionFast("mxk::moe"):
-                    return run(own, x, ids, router, *weights, **attributes)
+                    return run(own, x, ids, router, w13, s13, w2, s2, *more, **attributes)
         elif keyset is not own and (
             keyset.raw_repr() & below != plain
-            or (torch.is_grad_enabled() and torch._C._any_requires_grad(x, ids, router, *weights))
+            or (
+                torch.is_grad_enabled()
+                and torch._C._any_requires_grad(x, ids, router, w13, s13, w2, s2, *more)
+            )
         ):
-            return rule(keyset, x, ids, router, *weights, **attributes)
-        key = (key_of(x, ids, router, *weights), *attributes, *attributes.values())
+            return rule(keyset, x, ids, router, w13, s13, w2, s2, *more, **attributes)
+        # Written out, without a function or tuples inside, and with short names: the key is half of what a call costs.
+        if stacked:
+            key = (
+                x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype,
+                router.shape, router.stride(), router.dtype,
+                w13.data_ptr(), w13.shape, w13.stride(), w13.dtype, s13.data_ptr(), s13.shape, s13.stride(), s13.dtype,
+                w2.data_ptr(), w2.shape, w2.stride(), w2.dtype, s2.data_ptr(), s2.shape, s2.stride(), s2.dtype,
+                *[w if w is None else (w.data_ptr(), w.shape, w.stride(), w.dtype) for w in more],
+                *attributes, *attributes.values(),
+            )  # fmt: skip
+        else:
+            key = (
+                x.shape, x.stride(), x.dtype, ids.shape, ids.stride(), ids.dtype,
+                router.shape, router.stride(), router.dtype,
+                *_members((w13, s13, w2, s2, *more)), *attributes, *attributes.values(),
+            )  # fmt: skip
         if on_cuda:
-            key = (x.get_device(), ids.get_device(), router.get_device(), x.data_ptr() % ALIGNMENT, key)
+            key += x.get_device(), ids.get_device(), router.get_device(), x.data_ptr() % ALIGNMENT
         call = find(key)
         # The bytes of scales may have changed in place.
-        if call is None or (on_cuda and not call.current(weights[1], weights[3])):
-            return _prepare(kernels, known, key, (x, ids, router, *weights), attributes)
+        if call is None or (on_cuda and not call.current(s13, s2)):
+            return _prepare(kernels, known, key, (x, ids, router, w13, s13, w2, s2, *more), attributes)
         return call(x, ids, router)
 
     library.impl(op, functools.partial(run, own), device)
@@ -138,10 +136,10 @@ def _enter(
     return functools.partial(run, None)
 
 
-moe_cpu = _enter("moe", "CPU", cpu, _stacked)
-moe_cuda = _enter("moe", "CUDA", cuda, _stacked)
-moe_lists_cpu = _enter("moe.lists", "CPU", cpu, _lists)
-moe_lists_cuda = _enter("moe.lists", "CUDA", cuda, _lists)
+moe_cpu = _enter("moe", "CPU", cpu)
+moe_cuda = _enter("moe", "CUDA", cuda)
+moe_lists_cpu = _enter("moe.lists", "CPU", cpu)
+moe_lists_cuda = _enter("moe.lists", "CUDA", cuda)
 
 
 def moe_hpu(*args: Any, **attributes: Any) -> Tensor:
