@@ -367,6 +367,30 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(
     assert "goes on: 1 of 3 shards are there" in capsys.readouterr().out
 
 
+def test_a_shard_that_lost_its_end_is_written_again(
+    sources: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As after a power cut, where the file system kept the names and not the data."""
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shards.Workplace, "publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            quantize(sources["qwen"], tmp_path / "out", "mxfp4")
+    first, *others = sorted((tmp_path / "out.partial").glob("*.part"))
+    first.write_bytes(first.read_bytes()[:-1])
+    quantize(sources["qwen"], tmp_path / "out", "mxfp4")
+    assert f"goes on: {len(others)} of 3 shards are there" in capsys.readouterr().out
+    quantize(sources["qwen"], tmp_path / "whole", "mxfp4")
+    one, other = tensors(tmp_path / "out"), tensors(tmp_path / "whole")
+    assert all(torch.equal(one[key], other[key]) for key in other)
+
+
 def _edit(folder: Path, name: str, change: Callable[[Tensor], Tensor] | None) -> None:
     """Changes one tensor of a one-file checkpoint, or takes it out."""
     state = load_file(folder / "model.safetensors")
