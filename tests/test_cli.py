@@ -49,7 +49,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required: {demo,generate,explain,tune,build-tpc,gaudi,parity}"),
+        ([], "required: {demo,generate,explain,bench,report,tune,build-tpc,gaudi,parity,quantize,doctor}"),
         (["train"], "'train' (choose from"),
         (["generate", "--model", "x"], "--prompt"),
         (["explain", "x", "--tokens", "1,0"], "'0' is not a number of at least 1"),
