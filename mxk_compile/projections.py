@@ -16,15 +16,19 @@ rules; without it nothing is read, so that a CUDA graph can record the call.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mxk_compile.errors import CallError
-from mxk_compile.meta.moe import check_weight
+from mxk_compile.meta.moe import MOST_EXPERTS_MIN, check_weight
+from mxk_compile.meta.project import check_project
 from mxk_compile.meta.routing import check_contiguous, check_masked, check_routes, check_sorted
 from mxk_compile.ops.formats import int4
+from mxk_compile.ops.moe import is_integer
+from mxk_compile.ops.project import ROUTING
 
 MODES = ("indexed", "contiguous", "masked")
 
@@ -77,10 +81,13 @@ def prepare(
     what = "projections.prepare"
     if mode is not None and mode not in MODES:
         raise CallError(what, f"mode is {mode!r}", ", ".join(MODES), "leave it out to use the weight in all")
+    _check_tensors(what, weight=weight, scale=scale, **({} if zero is None else {"zero": zero}))
     if not packed:
-        if weight.is_floating_point() or weight.numel() == 0:
-            given = f"weight is {list(weight.shape)} {weight.dtype}"
+        if not is_integer(weight) or weight.is_meta or weight.numel() == 0:
+            given = f"weight is {list(weight.shape)} {weight.dtype} on {weight.device}"
             raise CallError(what, given, "codes 0..15 [E, N, K] of an integer dtype", "quantise it first")
+        if weight.dtype in (torch.uint16, torch.uint32, torch.uint64):
+            weight = weight.to(torch.int64)  # of the wide unsigned dtypes torch has little more than storage
         lowest, highest = (int(code) for code in weight.aminmax())
         if lowest < 0 or highest > int4.MAX_CODE:
             raise CallError(what, f"codes {lowest} to {highest}", "codes 0 to 15", "add 8 to signed codes")
@@ -116,10 +123,10 @@ def routes(
     Raises:
         CallError: arguments that contradict each other.
     """
-    _check_mode(weight, "indexed")
-    if validate_routing:
-        check_routes(topk_ids)
-    return _run("routes", x, weight, out, topk_ids.numel(), (topk_ids,), top_k=top_k, experts_min=experts_min)
+    _check_arguments("routes", "indexed", x, weight, (topk_ids,), top_k=top_k, experts_min=experts_min)
+    validate = (lambda: check_routes(topk_ids)) if validate_routing else None
+    numbers = {"top_k": top_k, "experts_min": experts_min}
+    return _run("routes", x, weight, out, topk_ids.numel(), (topk_ids,), validate, **numbers)
 
 
 def indexed(
@@ -150,11 +157,17 @@ def indexed(
     Raises:
         CallError: arguments that contradict each other.
     """
-    _check_mode(weight, "indexed")
     routing = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    if validate_routing:
-        check_sorted(*routing, x.shape[0] * top_k, block_size, weight.num_experts, top_k)
-    return _run("sorted", x, weight, out, x.shape[0] * top_k, routing, top_k=top_k, block_size=block_size)
+    _check_arguments("sorted", "indexed", x, weight, routing, top_k=top_k, block_size=block_size)
+    num_routes = x.shape[0] * top_k
+
+    def validate() -> None:
+        check_sorted(*routing, num_routes, block_size, weight.num_experts, top_k)
+
+    numbers = {"top_k": top_k, "block_size": block_size}
+    return _run(
+        "sorted", x, weight, out, num_routes, routing, validate if validate_routing else None, **numbers
+    )
 
 
 def contiguous(
@@ -177,10 +190,9 @@ def contiguous(
     Raises:
         CallError: arguments that contradict each other.
     """
-    _check_mode(weight, "contiguous")
-    if validate_routing:
-        check_contiguous(m_indices, weight.num_experts)
-    return _run("contiguous", x, weight, out, x.shape[0], (m_indices,))
+    _check_arguments("contiguous", "contiguous", x, weight, (m_indices,))
+    validate = (lambda: check_contiguous(m_indices, weight.num_experts)) if validate_routing else None
+    return _run("contiguous", x, weight, out, x.shape[0], (m_indices,), validate)
 
 
 def masked(
@@ -205,14 +217,13 @@ def masked(
     Raises:
         CallError: arguments that contradict each other.
     """
-    _check_mode(weight, "masked")
-    what = "mxk::project.masked"
-    if type(expected_m) is not int or expected_m < 1:
-        raise CallError(what, f"expected_m is {expected_m!r}", "a positive int", "estimate it on the host")
+    if type(expected_m) is not int or not 1 <= expected_m <= _MOST:
+        what, given = "mxk::project.masked", f"expected_m is {expected_m!r}"
+        raise CallError(what, given, "a positive int", "estimate it on the host")
+    _check_arguments("masked", "masked", x, weight, (masked_m,))
     num_rows = x.shape[:-1].numel()
-    if validate_routing:
-        check_masked(masked_m, num_rows // weight.num_experts)
-    return _run("masked", x, weight, out, num_rows, (masked_m,), expected_m=expected_m)
+    validate = (lambda: check_masked(masked_m, num_rows // weight.num_experts)) if validate_routing else None
+    return _run("masked", x, weight, out, num_rows, (masked_m,), validate, expected_m=expected_m)
 
 
 def align(
@@ -229,8 +240,23 @@ def align(
     Returns:
         sorted_token_ids (padded with T * k), expert_ids, num_tokens_post_padded [1]: int32, as large as the worst
         routing needs. Routes of a block are in ascending order.
+
+    Raises:
+        CallError: ids of no integer dtype, numbers out of range, lists that int32 cannot count.
     """
+    what = "projections.align"
+    _check_tensors(what, topk_ids=topk_ids)
+    if not is_integer(topk_ids):
+        raise CallError(what, f"topk_ids is {topk_ids.dtype}", "an integer dtype", "convert the ids")
+    _check_number(what, "num_experts", num_experts, 1)
+    _check_number(what, "block_size", block_size, 1)
+    _check_number(what, "experts_min", experts_min, 0, MOST_EXPERTS_MIN)
     num_routes, device = topk_ids.numel(), topk_ids.device
+    most = num_routes + min(num_experts, num_routes) * (block_size - 1)
+    most_blocks = -(-most // block_size)
+    if most_blocks * block_size >= 1 << 31:
+        given = f"{num_routes} routes, block_size {block_size}"
+        raise CallError(what, given, "less than 2**31 entries with padding", "choose smaller blocks")
     expert = topk_ids.flatten().to(torch.int64) - experts_min
     expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)
     counts = expert.new_zeros(num_experts + 1).scatter_add_(0, expert, torch.ones_like(expert))
@@ -240,13 +266,14 @@ def align(
     of_order = expert[order]
     rank = torch.arange(num_routes, device=device) - (counts.cumsum(0) - counts)[of_order]
     start = (ends - blocks)[of_order.clamp(max=num_experts - 1)] * block_size
-    most = num_routes + min(num_experts, num_routes) * (block_size - 1)
-    most_blocks = -(-most // block_size)
     place = torch.where(of_order < num_experts, start + rank, most_blocks * block_size)
     padded = expert.new_full((most_blocks * block_size + 1,), num_routes)
     padded.scatter_(0, place, order)
     expert_ids = torch.searchsorted(ends, torch.arange(most_blocks, device=device), right=True)
     return padded[:-1].int(), expert_ids.int(), (ends[-1:] * block_size).int()
+
+
+_MOST = 2**63 - 1  # of an op's number
 
 
 def _run(
@@ -256,17 +283,48 @@ def _run(
     out: Tensor | None,
     num_rows: int,
     routing: tuple[Tensor, ...],
+    validate: Callable[[], None] | None,
     **attributes: Any,
 ) -> Tensor:
     if out is None:
-        out = x.new_empty((num_rows, weight.outputs))
+        out = x.new_empty((max(num_rows, 0), weight.outputs))
     op: torch._ops.OpOverload = getattr(torch.ops.mxk.project, overload)
     tensors = (*routing, weight.weight, weight.scale, weight.zero)
-    op(out, x, *tensors, weight_format=weight.weight_format, pack_dim=weight.pack_dim, **attributes)
+    attributes |= {"weight_format": weight.weight_format, "pack_dim": weight.pack_dim}
+    if validate is not None:
+        check_project(
+            overload, out, x, *tensors, **attributes
+        )  # the contents are read with these shapes and dtypes
+        validate()
+    op(out, x, *tensors, **attributes)
     return out
 
 
-def _check_mode(weight: PreparedWeight, mode: str) -> None:
+def _check_arguments(
+    overload: str, mode: str, x: Tensor, weight: PreparedWeight, routing: tuple[Tensor, ...], **numbers: int
+) -> None:
+    """What must hold before shapes can be looked at."""
+    what = f"mxk::project.{overload}"
+    if not isinstance(weight, PreparedWeight):
+        raise CallError(
+            what, f"weight is {type(weight).__name__}", "PreparedWeight", "call projections.prepare"
+        )
     if weight.mode not in (None, mode):
         given = f"a weight that was prepared for {weight.mode!r}"
         raise CallError(f"projections.{mode}", given, f"mode None or {mode!r}", "prepare it without a mode")
+    _check_tensors(what, x=x, **dict(zip(ROUTING[overload], routing, strict=True)))
+    if x.dim() == 0:
+        raise CallError(what, "x is a scalar", f"rows of {weight.inputs} values", "correct the call")
+    for name, number in numbers.items():
+        _check_number(what, name, number, 0)
+
+
+def _check_tensors(what: str, **tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise CallError(what, f"{name} is {type(tensor).__name__}", "a tensor", "correct the call")
+
+
+def _check_number(what: str, name: str, number: Any, least: int, most: int = _MOST) -> None:
+    if not isinstance(number, (int, torch.SymInt)) or not least <= number <= most:
+        raise CallError(what, f"{name} is {number!r}", f"an int from {least} to {most}", "correct the call")

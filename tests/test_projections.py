@@ -87,8 +87,13 @@ def test_packed_weights_are_used_where_they_lie() -> None:
         ({"weight": torch.full((2, 4, 32), 16)}, "codes 16 to 16; allowed: codes 0 to 15; add 8"),
         (
             {"weight": torch.ones(2, 4, 32)},
-            "weight is [2, 4, 32] torch.float32; allowed: codes 0..15 [E, N, K]",
+            "weight is [2, 4, 32] torch.float32 on cpu; allowed: codes 0..15 [E, N, K]",
         ),
+        ({"weight": torch.ones(2, 4, 32).to(torch.complex64)}, "weight is [2, 4, 32] torch.complex64 on cpu"),
+        ({"weight": torch.ones(2, 4, 32).int().to("meta")}, "weight is [2, 4, 32] torch.int32 on meta"),
+        ({"weight": torch.full((2, 4, 32), 99).to(torch.uint64)}, "codes 99 to 99; allowed: codes 0 to 15"),
+        ({"weight": [1]}, "weight is list; allowed: a tensor"),
+        ({"scale": None}, "scale is NoneType; allowed: a tensor"),
         ({"weight": torch.ones(4, 32).int()}, "weight is [4, 16] torch.uint8; allowed: experts stacked"),
         ({"scale": torch.ones(2, 4, 2)}, "2 scales for 32 columns; allowed: groups of 32, 64, 128"),
         (
@@ -168,6 +173,66 @@ IDS = torch.zeros(2, 2, dtype=torch.int64)
         ),
         (lambda w: masked(X, w, int32(1, 1, 1, 1), True), "mxk::project.masked: expected_m is True"),
         (lambda w: masked(X, w, int32(1, 1, 1, 1), 1.5), "mxk::project.masked: expected_m is 1.5"),
+        (lambda w: masked(X, w, int32(1, 1, 1, 1), 2**64), "mxk::project.masked: expected_m is 1844"),
+        (
+            lambda w: routes(X, w, IDS, top_k=2.0),
+            "mxk::project.routes: top_k is 2.0; allowed: an int from 0 to",
+        ),
+        (lambda w: routes(X, w, IDS, top_k=-2), "mxk::project.routes: top_k is -2"),
+        (lambda w: routes(X, w, IDS, top_k=1, experts_min=2**63), "mxk::project.routes: experts_min is 9223"),
+        (
+            lambda w: routes(X, w, IDS, top_k=1, experts_min=2**63 - 1),
+            "mxk::project.routes: experts_min is 9223",
+        ),
+        (lambda w: routes(None, w, IDS, top_k=1), "mxk::project.routes: x is NoneType; allowed: a tensor"),
+        (
+            lambda w: routes(X, w.weight, IDS, top_k=1),
+            "mxk::project.routes: weight is Tensor; allowed: Prepared",
+        ),
+        (
+            lambda w: routes(X[0, 0], w, IDS, top_k=1),
+            "mxk::project.routes: x is a scalar; allowed: rows of 128",
+        ),
+        (lambda w: routes(X, w, [[0]], top_k=1), "mxk::project.routes: topk_ids is list; allowed: a tensor"),
+        (
+            lambda w: routes(X, w, IDS, top_k=1, out=unwritten(1, 64).expand(4, 64)),
+            "mxk::project.routes: out is expanded, strides [0, 1]; allowed: memory of its own for each row",
+        ),
+        (
+            lambda w: routes(X[:1], w, IDS[0, 0], top_k=1, validate_routing=True),
+            "mxk::project.routes: topk_ids is [] torch.int64",
+        ),
+        (
+            lambda w: indexed(X, w, *align(IDS, 4, 4), top_k=-1, block_size=4),
+            "mxk::project.sorted: top_k is -1",
+        ),
+        (
+            lambda w: indexed(
+                X, w, int32(0), int32(0), int32(0), top_k=1, block_size=0, validate_routing=True
+            ),
+            "mxk::project.sorted: block_size is 0; allowed: a number of at least 1",
+        ),
+        (
+            lambda w: indexed(
+                X, w, int32(0), int32(0), int32(0, 0), top_k=1, block_size=1, validate_routing=True
+            ),
+            "mxk::project.sorted: num_tokens_post_padded is [2]",
+        ),
+        (
+            lambda w: contiguous(X, w, int32(0)[0], validate_routing=True),
+            "mxk::project.contiguous: m_indices is [] torch.int32",
+        ),
+        (
+            lambda w: align(IDS.float(), 4, 4),
+            "projections.align: topk_ids is torch.float32; allowed: an integer",
+        ),
+        (lambda w: align(IDS, 0, 4), "projections.align: num_experts is 0; allowed: an int from 1"),
+        (lambda w: align(IDS, 4, 0), "projections.align: block_size is 0; allowed: an int from 1"),
+        (lambda w: align(IDS, 4, 4, -1), "projections.align: experts_min is -1; allowed: an int from 0"),
+        (
+            lambda w: align(IDS, 4, 2**31),
+            "projections.align: 4 routes, block_size 2147483648; allowed: less than",
+        ),
     ],
 )
 def test_contradicting_arguments(call: Any, text: str) -> None:
@@ -233,6 +298,27 @@ def sorted_call(ids: Tensor, experts: Tensor, count: int, block: int = 2) -> Any
 def test_validated_routing_names_what_is_wrong(call: Any, text: str) -> None:
     with refused(text):
         call(make_stack().weight)
+
+
+def test_extreme_ids_and_wide_unsigned_dtypes() -> None:
+    stack = make_stack()
+    x = activations(1, 128)
+    for ids, experts in (
+        (torch.tensor([[-(2**63), 2**63 - 1, 1]]), [-1, -1, 1]),
+        (torch.tensor([[2**63, 2**64 - 1, 1]], dtype=torch.uint64), [-1, -1, 1]),
+    ):
+        out = routes(
+            x, stack.weight, ids, top_k=3, out=unwritten(3, 64), validate_routing=ids.dtype.is_signed is False
+        )
+        check(out, stack.expected(x, experts, 3))
+        _, expert_ids, count = align(ids, 4, 2)
+        assert (expert_ids[:1].tolist(), count.tolist()) == ([1], [2])
+    least = torch.tensor([[-(2**63)]])
+    assert align(least, 4, 2, 2**62)[2].tolist() == [0]
+    codes = torch.arange(16).repeat(2, 2, 4)
+    expected = prepare(codes, torch.ones(2, 2, 2), packed=False).weight
+    for dtype in (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.uint64):
+        assert torch.equal(prepare(codes.to(dtype), torch.ones(2, 2, 2), packed=False).weight, expected)
 
 
 def test_sound_routing_passes_validation() -> None:

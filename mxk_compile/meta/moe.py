@@ -16,6 +16,8 @@ from mxk_compile.variants import ACTIVATIONS, PACK_DIMS, ROW_ORDERS, WEIGHT_FORM
 
 _FLOAT_DTYPES = " or ".join(map(str, int4.FLOAT_DTYPES))
 _VALUES_PER_ELEMENT = {torch.uint8: 2, torch.int32: 8}
+MOST_EXPERTS_MIN = 1 << 62
+"""From which the difference of any 64-bit id, wrapped to 64 bits, is in no range of experts unless the id is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +80,8 @@ def check_moe(
             _refuse(name, f"on {routing.device}", f"{hidden_states.device}, as hidden_states")
     if limit is not None and not limit >= 0:
         _refuse("limit", str(limit), "a number >= 0, or None for no clamp")
-    if experts_min < 0:
-        _refuse("experts_min", str(experts_min), "a global id >= 0")
+    if not 0 <= experts_min <= MOST_EXPERTS_MIN:
+        _refuse("experts_min", str(experts_min), "a global id, 0 to 2**62")
 
     num_experts = len(w2)
     separate = row_order == "separate"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mxk_compile.errors import CallError
-from mxk_compile.meta.moe import check_weight
+from mxk_compile.meta.moe import MOST_EXPERTS_MIN, check_weight
 from mxk_compile.ops import library
 from mxk_compile.ops.moe import is_integer
 from mxk_compile.ops.project import GROUP_ROWS, NUM_ROUTING, OVERLOADS, ROUTING
@@ -52,6 +52,8 @@ def check_project(overload: str, out: Tensor, x: Tensor, *args: Any, **attribute
         refuse("x", x, f"K = {inputs}, as the weight")
     if out.dim() != 2 or out.shape[1] != outputs or out.dtype != x.dtype:
         refuse("out", out, f"[rows, {outputs}] {x.dtype}, as the weight's outputs and x")
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
+        refuse("out", f"expanded, strides {list(out.stride())}", "memory of its own for each row")
     named = (("x", x), ("weight", weight), *zip(ROUTING[overload], routing, strict=True))
     for name, tensor in named:
         if tensor.device != out.device:
@@ -86,8 +88,8 @@ def _check_routes(
         refuse(
             "top_k", attributes["top_k"], f"{topk_ids.shape[1]} for one row of x a token, 1 for one a route"
         )
-    if attributes.get("experts_min", 0) < 0:
-        refuse("experts_min", attributes["experts_min"], "a global id >= 0")
+    if not 0 <= attributes.get("experts_min", 0) <= MOST_EXPERTS_MIN:
+        refuse("experts_min", attributes["experts_min"], "a global id, 0 to 2**62")
 
 
 def _check_sorted(

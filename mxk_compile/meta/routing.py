@@ -23,6 +23,8 @@ def _first(wrong: Tensor) -> Iterator[int]:
 
 def check_routes(topk_ids: Tensor) -> None:
     """Refuses, with CallError, topk_ids [T, k] below -1."""
+    if not topk_ids.dtype.is_signed:
+        return
     top_k = topk_ids.shape[-1]
     for route in _first(topk_ids.flatten().to(torch.int64) < -1):
         given = (
