@@ -154,7 +154,7 @@ def test_the_demo_says_where_the_shipped_model_should_be(
 ) -> None:
     monkeypatch.setattr(cli, "SHIPPED_MODEL", tmp_path / "models")
     assert cli.main(["demo"]) == 2
-    assert re.search(r"models: .*not there.*--model", capsys.readouterr().err)
+    assert re.search(r"models: .*not there.*or name a model", capsys.readouterr().err)
 
 
 def test_another_architecture_fails_in_a_process_without_traceback(folder: Path, tmp_path: Path) -> None:

@@ -206,12 +206,13 @@ def same_alone_and_together(
     *,
     source: Source | None = None,
     alone: Run | None = None,
+    num_tokens: int = 2,
 ) -> bool:
     """Two calls of equal shapes in one graph: each has the result that it has alone, and they differ.
 
     What is alone runs by `alone`, or `run`. Without a `source` they have different weights.
     """
-    cases = [on_device(make_case(variant, 2, "hot", 1.0, seed, source), device) for seed in (0, 1)]
+    cases = [on_device(make_case(variant, num_tokens, "hot", 1.0, seed, source), device) for seed in (0, 1)]
     apart = [(alone or run)([case])[0].cpu() for case in cases]
     together = run(cases)  # read only now, when both are in the graph
     same = all(torch.equal(a, b.cpu()) for a, b in zip(apart, together, strict=True))

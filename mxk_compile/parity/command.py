@@ -36,7 +36,9 @@ def add(commands: Any) -> None:
     parity.add_argument(
         "--layer", type=int, metavar="N", help="with --checkpoint: which layer; default: the middle"
     )
-    parity.add_argument("--quick", action="store_true", help="fewest and most tokens only")
+    parity.add_argument(
+        "--quick", action="store_true", help="few calls of each routing: fewest and most tokens"
+    )
     parity.add_argument(
         "--model",
         action="store_true",

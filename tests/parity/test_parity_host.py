@@ -36,7 +36,7 @@ def test_every_row_passes_and_says_where_it_ran(capsys: pytest.CaptureFixture[st
     for line in ("PARITY PASS", "SIG_DEVICE PASS", "PREFILL PASS"):
         assert line in said.splitlines()
     found = re.findall(
-        r"^(\w+) +256 +128  (\w+) +([14]) +1-32 +(\d+)-(\d+)  (\S+) to (\S+) ", said, re.MULTILINE
+        r"^(\w+) +256 +128  (\w+) +([14]) +1-(?:32|4) +(\d+)-(\d+)  (\S+) to (\S+) ", said, re.MULTILINE
     )
     assert {row[0] for row in found} == set(cases.ROWS)
     assert {row[1] for row in found if row[0] == "gptoss"} == {"random", "hot", "router"}
