@@ -102,6 +102,7 @@ def _quantize(
     if not files.config:
         raise CheckpointError(str(source), "no config.json", "a checkpoint directory", "fetch config.json")
     layers = find_layers(files, weight_format)
+    _check_count(files, layers)
     dense = dense_outputs(files, layers)
     plans = _plan(layers, dense)
     with writing(target):
@@ -116,6 +117,16 @@ def _quantize(
     _say_sizes(files, plans, target, say)
 
 
+def _check_count(files: Checkpoint, layers: Sequence[Layer]) -> None:
+    """Readers of the output take the number of experts from config.json."""
+    stated = files.num_experts()
+    for layer in layers:
+        if stated not in (None, layer.num_experts):
+            what, given = str(files.directory / "config.json"), f"{stated} experts"
+            allowed = f"{layer.num_experts}, as {layer.prefix} has"
+            raise CheckpointError(what, given, allowed, "check that all files are of one checkpoint")
+
+
 def _identity(files: TensorFiles, weight_format: str) -> dict[str, Any]:
     """What must be the same for a run that goes on: format, version, and the source's files."""
     paths = sorted({files.entry(name).path for name in files.names()})
@@ -126,12 +137,15 @@ def _identity(files: TensorFiles, weight_format: str) -> dict[str, Any]:
 
 def _plan(layers: Sequence[Layer], dense: Sequence[Output]) -> list[_Plan]:
     """A shard for each layer's experts, and shards of up to _DENSE_BYTES for the rest."""
-    groups: list[tuple[tuple[Output, ...], Layer | None]] = []
+    parts: list[list[Output]] = []
+    room = 0
     for output in dense:
-        if groups and sum(each.num_bytes for each in groups[-1][0]) + output.num_bytes <= _DENSE_BYTES:
-            groups[-1] = ((*groups[-1][0], output), None)
-        else:
-            groups.append(((output,), None))
+        if not parts or output.num_bytes > room:
+            parts.append([])
+            room = _DENSE_BYTES
+        parts[-1].append(output)
+        room -= output.num_bytes
+    groups: list[tuple[tuple[Output, ...], Layer | None]] = [(tuple(part), None) for part in parts]
     groups += [(layer.outputs, layer) for layer in layers]
     return [
         _Plan(f"model-{number:05d}-of-{len(groups):05d}.safetensors", *group)

@@ -28,7 +28,7 @@ from mxk_compile.ops.formats.mxfp4 import BLOCK, BLOCK_BYTES
 
 FORMATS = ("mxfp4", "int4-g32")
 _STACKED = re.compile(r"(.*\.experts)\.gate_up_proj$")
-_SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|w1)\.weight$")
+_SINGLE = re.compile(r"(.*\.experts)\.([0-9]{1,9})\.(gate_proj|w1)\.weight$")
 _NAMES = {"gate_proj": ("gate_proj", "up_proj", "down_proj"), "w1": ("w1", "w3", "w2")}
 _LAYOUTS = "experts of gpt-oss, Qwen3-MoE or Mixtral (mxk_compile/quantize/layouts.py)"
 
@@ -76,6 +76,7 @@ class Layer:
 
     Attributes:
         prefix: of their names.
+        num_experts: E.
         outputs: what is made of `pieces`, and `copies`.
         pieces: what is rounded.
         copies: tensors that go on as they are: biases.
@@ -83,6 +84,7 @@ class Layer:
     """
 
     prefix: str
+    num_experts: int
     outputs: tuple[Output, ...]
     pieces: tuple[Piece, ...]
     copies: tuple[str, ...] = ()
@@ -138,7 +140,7 @@ def _gpt_oss(files: TensorFiles, prefix: str, weight_format: str) -> Layer:
             for expert in range(experts)
         ]
     outputs += [_like(files, name) for name in copies]
-    return Layer(prefix, tuple(outputs), tuple(pieces), copies)
+    return Layer(prefix, experts, tuple(outputs), tuple(pieces), copies)
 
 
 def _separate(files: TensorFiles, prefix: str, names: tuple[str, ...], weight_format: str) -> Layer:
@@ -162,7 +164,7 @@ def _separate(files: TensorFiles, prefix: str, names: tuple[str, ...], weight_fo
             outputs += [packed, scale, Output(f"{stem}_shape", torch.int64, (2,))]
             shape_tensors.append((f"{stem}_shape", (rows, columns)))
             pieces.append(Piece(stem, None, False, rows, columns, packed.name, scale.name))
-    return Layer(prefix, tuple(outputs), tuple(pieces), (), tuple(shape_tensors))
+    return Layer(prefix, experts, tuple(outputs), tuple(pieces), (), tuple(shape_tensors))
 
 
 def _plain_mxfp4(prefix: str, experts: int, shapes: dict[str, tuple[int, int]]) -> Layer:
@@ -190,12 +192,12 @@ def _plain_mxfp4(prefix: str, experts: int, shapes: dict[str, tuple[int, int]]) 
             for expert in range(experts)
             for place, part in enumerate(parts)
         ]
-    return Layer(prefix, tuple(outputs), tuple(pieces))
+    return Layer(prefix, experts, tuple(outputs), tuple(pieces))
 
 
 def _count(files: TensorFiles, prefix: str) -> int:
     """Experts 0, 1, ... of a layer; raises CheckpointError for a gap."""
-    pattern = re.compile(re.escape(prefix) + r"\.(\d+)\.")
+    pattern = re.compile(re.escape(prefix) + r"\.([0-9]{1,9})\.")
     found = {int(match[1]) for match in map(pattern.match, files.names()) if match}
     if found != set(range(len(found))):
         missing = min(set(range(len(found))) - found)
@@ -220,6 +222,18 @@ def _like(files: TensorFiles, name: str) -> Output:
 
 
 def dense_outputs(files: TensorFiles, layers: list[Layer]) -> list[Output]:
-    """Everything that is no expert, in the order of the files."""
+    """Everything that is no expert, in the order of the files.
+
+    Raises CheckpointError for tensors of experts that the output has no place for, as biases of Qwen3-MoE: beside
+    packed weights no reader would look at them.
+    """
     used = set().union(*(layer.sources for layer in layers))
-    return [_like(files, name) for name in files.names() if name not in used]
+    prefixes = {layer.prefix for layer in layers}
+    rest = [name for name in files.names() if name not in used]
+    for name in rest:
+        before, marker, _ = name.rpartition(".experts.")
+        if before + marker[:-1] in prefixes:
+            files.refuse(
+                name, "a tensor of experts that is not known", _LAYOUTS, "take it out, if it is not needed"
+            )
+    return [_like(files, name) for name in rest]

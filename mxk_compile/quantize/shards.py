@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ _DTYPE_NAMES = {
     torch.float8_e8m0fnu: "F8_E8M0",
 }
 _GO_ON = "make room and start it again: it goes on where it stopped"
+_ELSEWHERE = "name another folder, or mend that and start it again: it goes on where it stopped"
 
 
 class Shard:
@@ -87,8 +89,8 @@ class Workplace:
     """
 
     def __init__(self, target: Path, identity: dict[str, Any]) -> None:
-        self.target, self.folder = target, target.with_name(f"{target.name}.partial")
         _check_target(target)
+        self.target, self.folder = target, target.with_name(f"{target.name}.partial")
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
             raise CheckpointError(str(self.folder), "no folder", "a name that is free", "remove it")
         self.folder.mkdir(exist_ok=True)
@@ -104,8 +106,9 @@ class Workplace:
         try:
             journal = json.loads(path.read_bytes())
             identity, done = journal["identity"], dict(journal["done"])
+            sizes = {name: int(record["bytes"]) for name, record in done.items()}
         except (OSError, ValueError, KeyError, TypeError):
-            identity, done = None, {}
+            identity, done, sizes = None, {}, {}
         if identity != self._identity:
             given = "the unfinished output of another source, format or version"
             raise CheckpointError(
@@ -114,7 +117,7 @@ class Workplace:
         for name, record in done.items():
             # Under its last name where the run was interrupted at the very end.
             there = [each for each in (self.folder / name, self.path(name)) if each.is_file()]
-            if there and there[0].stat().st_size == record["bytes"]:
+            if there and there[0].stat().st_size == sizes[name]:
                 self.done[name] = record
 
     def path(self, name: str) -> Path:
@@ -162,8 +165,9 @@ def _check_target(target: Path) -> None:
     if target.is_symlink():
         raise CheckpointError(str(target), "a symbolic link", allowed, "name the folder itself")
     if target.exists():
-        empty = target.is_dir() and not any(target.iterdir())
-        if not empty:
+        # The last step renames onto an empty folder; "." has no name, and a mount point keeps its own.
+        can_be_replaced = target.is_dir() and target.name and not target.is_mount()
+        if not can_be_replaced or any(target.iterdir()):
             raise CheckpointError(str(target), "it exists", allowed, "name another, or delete it")
     if not target.parent.is_dir():
         raise CheckpointError(str(target.parent), "no folder", "a folder that exists", "create it")
@@ -183,8 +187,12 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        allowed, advice = (
+            ("a disk that takes it", _GO_ON) if is_full else ("files that can be written", _ELSEWHERE)
+        )
         given = str(error.strerror)
-        raise CheckpointError(str(error.filename or path), given, "a disk that takes it", _GO_ON) from error
+        raise CheckpointError(str(error.filename or path), given, allowed, advice) from error
 
 
 def _locked(path: Path) -> Any:

@@ -24,7 +24,7 @@ from mxk_compile import cli
 from mxk_compile.checkpoint import Checkpoint
 from mxk_compile.errors import CheckpointError
 from mxk_compile.ops.formats import int4, mxfp4
-from mxk_compile.quantize import convert, shards
+from mxk_compile.quantize import convert, layouts, shards
 from mxk_compile.quantize.convert import quantize
 
 transformers = pytest.importorskip("transformers")
@@ -400,6 +400,12 @@ def _edit(folder: Path, name: str, change: Callable[[Tensor], Tensor] | None) ->
     save_file(state, folder / "model.safetensors")
 
 
+def _add(folder: Path, name: str) -> None:
+    """One more tensor."""
+    state = load_file(folder / "model.safetensors")
+    save_file(state | {name: torch.zeros(96)}, folder / "model.safetensors")
+
+
 def _poison(weight: Tensor) -> Tensor:
     weight[3, 5] = float("inf")
     return weight
@@ -425,6 +431,17 @@ EXPERT = "model.layers.0.mlp.experts.2.up_proj.weight"
         (lambda f: _edit(f, EXPERT, lambda w: w[:64]), f"{EXPERT}: shape [64, 64]; allowed: [96, 64]"),
         (lambda f: _edit(f, EXPERT, lambda w: w.to(torch.int8)), f"{EXPERT}: dtype I8; allowed: bfloat16 or"),
         (lambda f: _edit(f, EXPERT, _poison), f"{EXPERT}: a weight with inf or NaN; allowed: finite values"),
+        *[
+            (
+                lambda f, name=name: _add(f, f"model.layers.0.mlp.experts.{name}"),
+                f"model.layers.0.mlp.experts.{name}: a tensor of experts that is not known",
+            )
+            for name in ("0.up_proj.bias", "gate_up_proj_scale", f"{'9' * 5000}.gate_proj.weight")
+        ],
+        (
+            lambda f: (f / "config.json").write_text('{"num_experts": 3}'),
+            "config.json: 3 experts; allowed: 4, as model.layers.0.mlp.experts has",
+        ),
         (
             lambda f: save_file(
                 {"model.layers.0.mlp.up_proj.weight": torch.ones(32, 32)}, f / "model.safetensors"
@@ -432,7 +449,21 @@ EXPERT = "model.layers.0.mlp.experts.2.up_proj.weight"
             "no experts that are known; allowed: experts of gpt-oss, Qwen3-MoE or Mixtral",
         ),
     ],
-    ids=["truncated", "no-config", "nothing", "quantised", "missing", "shape", "dtype", "inf", "dense"],
+    ids=[
+        "truncated",
+        "no-config",
+        "nothing",
+        "quantised",
+        "missing",
+        "shape",
+        "dtype",
+        "inf",
+        "bias",
+        "clash",
+        "digits",
+        "count",
+        "dense",
+    ],
 )
 def test_a_source_that_is_not_as_it_must_be_is_one_line(
     break_it: Callable[[Path], Any],
@@ -453,15 +484,26 @@ def test_a_source_that_is_not_as_it_must_be_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_targets_that_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_targets_that_are_refused(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "mount").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mount")
+    (tmp_path / "journal.partial").mkdir()
+    (tmp_path / "journal.partial/journal.json").write_text('{"identity": {}, "done": {"a": 1}}')
+    (tmp_path / "journal.partial/lock").touch()
     for name, said in (
         ("full", "it exists; allowed: a folder that is not there yet; name another"),
         ("link", "a symbolic link; allowed: a folder that is not there yet; name the folder itself"),
         ("none/out", "none: no folder; allowed: a folder that exists; create it"),
         (str(sources["qwen"]), "it exists"),
+        ("/", "/: it exists"),
+        ("mount", "mount: it exists"),
+        ("x" * 255, "File name too long; allowed: files that can be written; name another folder"),
+        ("journal", "the unfinished output of another source, format or version"),
     ):
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(CheckpointError, match=said):
@@ -507,3 +549,10 @@ def test_memory_is_bounded_by_one_matrix(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert int(done.stdout.splitlines()[-1]) < 64 * 1024  # KiB; 192 MiB of weights were read
+
+
+def test_many_small_tensors_are_planned_at_once(tmp_path: Path) -> None:
+    outputs = [layouts.Output(f"{number}", torch.uint8, (1,)) for number in range(100_000)]
+    outputs += [layouts.Output("large", torch.uint8, (3 << 30,)), layouts.Output("last", torch.uint8, (1,))]
+    plans = convert._plan([], outputs)  # sums over all that came before would take minutes
+    assert [len(plan.outputs) for plan in plans] == [100_000, 1, 1]
