@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,9 @@ from mxk_compile.errors import CallError
 SCHEMA = "mxk-bench-1"
 EVIDENCE = ("measured", "modelled", "published")
 _MOST_BYTES = 64 << 20
+# Anything outside is no measurement, and would leave the range of what is drawn from it.
+_LEAST, _MOST = 1e-12, 1e15
+_LONGEST_TEXT = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +100,14 @@ def _fault(values: Any) -> str | None:
     for name, kind in _FIELDS.items():
         value = values[name]
         right = {
-            "str": isinstance(value, str),
-            "int": type(value) is int and value >= 0,
+            "str": _is_text(value),
+            "int": type(value) is int and 0 <= value < _MOST,
             "float": _is_number(value),
             "float | None": value is None or _is_number(value),
-            "dict[str, str]": isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
-            "dict[str, float]": isinstance(value, dict) and all(map(_is_number, value.values())),
+            "dict[str, str]": isinstance(value, dict) and all(map(_is_text, (*value, *value.values()))),
+            "dict[str, float]": isinstance(value, dict)
+            and all(map(_is_text, value))
+            and all(map(_is_number, value.values())),
         }[kind]
         if not right or (name in _POSITIVE and value <= 0):
             return f"has {name} {value!r:.40}"
@@ -111,7 +115,12 @@ def _fault(values: Any) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    return type(value) in (int, float) and (value == 0 or _LEAST <= value < _MOST)
+
+
+def _is_text(value: Any) -> bool:
+    """Printable, so that no file can steer the terminal that shows a table of it."""
+    return isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST_TEXT
 
 
 def parse(lines: Iterable[str], source: str) -> list[Row]:

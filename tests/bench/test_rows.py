@@ -73,6 +73,12 @@ def changed(**values: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (changed(us_p10=-1.0), "has us_p10 -1.0"),
         (changed(device=None), "has device None"),
         (changed(versions={"torch": 2}), "has versions {'torch': 2}"),
+        (changed(variant="a\x1b[2J"), "has variant 'a\\x1b[2J'"),
+        (changed(method="x" * 501), f"has method 'x{'x' * 38}"),
+        (changed(us=1e300), "has us 1e+300"),
+        (changed(us=1e-300), "has us 1e-300"),
+        (changed(seed=10**20), "has seed 100000000000000000000"),
+        (changed(counts={"chunk_rows": None}), "has counts {'chunk_rows': None}"),
         (changed(evidence="guessed"), "has evidence 'guessed'"),
         (changed(extra=1), "has an unknown field 'extra'"),
         (lambda line: {k: v for k, v in line.items() if k != "seed"}, "lacks 'seed'"),
@@ -96,6 +102,7 @@ def test_a_line_that_is_no_row_is_refused(change: Any, fault: str, tmp_path: pat
         (b"", "no rows"),
         (b"\xff\xfe\x00", "no text"),
     ],
+    ids=["cut off", "deep", "empty", "no text"],
 )
 def test_a_file_that_is_none_of_ours_is_refused_by_name(
     content: bytes, fault: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
