@@ -29,6 +29,7 @@ from mxk_compile.kernels.cuda import driver
 from mxk_compile.testing import MoECase, machine, random_case
 
 LAYERS = 8
+WARM_UP = 20  # rounds
 CALLS = {"cpu": LAYERS, "cuda": 64}  # in a row; after a wait for the GPU the first ones find cold caches
 _nothing = torch.library.Library("mxk_bench", "DEF")  # its ops live as long as it does
 SMALLEST = {"num_tokens": 1, "top_k": 1, "hidden_size": 32, "intermediate_size": 32}
@@ -129,7 +130,7 @@ def main() -> None:
     functions = rows(arguments.device)
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     with torch.no_grad():
-        for _ in range(arguments.rounds + 50):
+        for _ in range(WARM_UP + arguments.rounds):
             for name, function in functions.items():
                 calls = CALLS[arguments.device] // (LAYERS if name.endswith("graph") else 1)
                 wait()
@@ -137,7 +138,7 @@ def main() -> None:
                 for _ in range(calls):
                     function()
                 seconds[name].append((time.perf_counter() - start) / calls)
-    us = {name: statistics.median(found[50:]) * 1e6 for name, found in seconds.items()}
+    us = {name: statistics.median(found[WARM_UP:]) * 1e6 for name, found in seconds.items()}
     for name in ("", "32 lists, "):
         us[f"{name}graph"] = (us[f"{name}graph"] - us.pop(f"{name}no graph")) / LAYERS
     for name, value in us.items():
