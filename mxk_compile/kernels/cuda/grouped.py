@@ -20,8 +20,8 @@ from mxk_compile.kernels.cuda import prefill, scales
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.driver import Kernel, Library, maker, multiprocessors
 from mxk_compile.kernels.cuda.operands import ABSENT, ALIGNMENT, Format, Operand, operand
-from mxk_compile.kernels.cuda.prefill import BLOCK, GATHER_WARPS, MOST_SIZES, ROW_BYTES, ROW_STEP
-from mxk_compile.kernels.cuda.schedule import project_sizes
+from mxk_compile.kernels.cuda.prefill import BLOCK, MOST_SIZES, ROW_BYTES, ROW_STEP
+from mxk_compile.kernels.cuda.tiles import tile_sizes
 from mxk_compile.ops.project import GROUP_ROWS, NUM_ROUTING
 
 # struct Rows of groups.cu.
@@ -115,7 +115,7 @@ def _groups() -> tuple[Kernel, Kernel]:
         Kernel(module.kernel(name), _GROUPS, _GROUPS_CHANGING, threads, shared, overlap=True)
         for name, threads, shared in (
             ("groups_plan", prefill.SORT_THREADS, 4 * _MOST_BLOCKS),
-            ("groups_gather", 32 * GATHER_WARPS, 0),
+            ("groups_gather", 32 * prefill.GATHER_WARPS, 0),
         )
     )
     return plan, gather
@@ -187,7 +187,7 @@ class _Projection:
             return
         top_k = attributes.get("top_k", 1)
         mean = attributes["expected_m"] if overload == "masked" else num_rows / num_experts
-        sizes = project_sizes(mean)
+        sizes = tile_sizes(mean, even=overload == "contiguous")
         with torch.cuda.device(device):
             format_ = Format.of(weight_format, self._parts[1], self._parts[2], columns // scale.shape[-1])
             small = self._scales is None or self._scales.small is True
@@ -226,6 +226,7 @@ class _Projection:
                 *(x_stride, x_outer, _KINDS[overload], places, block_size, blocks, num_experts),
                 *(num_rows, top_k, columns, space.total_rows, space.most_tiles, *all_sizes, aligned),
             )
+        self._gather_blocks = prefill.gather_blocks(self._places, columns)
         out_stride = outputs if self._copies_out else out.stride(0)
         wide = self._copies_out or out.data_ptr() % ALIGNMENT == 0
         self._products = [
@@ -282,7 +283,7 @@ class _Projection:
             more = [tensor.data_ptr() for tensor in routing[1:]] or [0, 0]
             where = (first, *more, x.data_ptr(), rows, of_blocks, target, tiles, num_tiles)
         plan.launch(device, stream, 1, self._rows, where)
-        gather.launch(device, stream, -(-self._places // GATHER_WARPS), self._rows, where)
+        gather.launch(device, stream, self._gather_blocks, self._rows, where)
         processors = multiprocessors(device)
         for index in range(len(self._kernels) - 1, -1, -1):  # the largest tiles first
             kernel, blocks = self._kernels[index]

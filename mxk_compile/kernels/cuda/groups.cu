@@ -94,11 +94,12 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) groups_plan(const __g
   let_later_kernels_start();
 }
 
-// A warp a place.
+// A warp a place and segment of columns.
 extern "C" __global__ void __launch_bounds__(32 * GATHER_WARPS) groups_gather(const __grid_constant__ Rows p) {
   __shared__ Exchange exchange[GATHER_WARPS];
   const int warp = threadIdx.x / 32;
-  const int place = blockIdx.x * GATHER_WARPS + warp;
+  const int segments = (p.columns + SEGMENT - 1) / SEGMENT, work = blockIdx.x * GATHER_WARPS + warp;
+  const int place = work / segments;
   wait_for_earlier_kernels();
   if (place >= p.places || (p.kind == SORTED && place >= *p.count)) return;
   const int block = place / p.block_size, inside = place - block * p.block_size;
@@ -111,5 +112,5 @@ extern "C" __global__ void __launch_bounds__(32 * GATHER_WARPS) groups_gather(co
   const i64 at = p.kind == MASKED ? block * p.x_outer + inside * p.x_stride
                                   : static_cast<i64>(target / p.top_k) * p.x_stride;
   copy_row(reinterpret_cast<const u16*>(p.x) + at, p.x_aligned, p.columns, p.rows, p.total_rows, row,
-           exchange[warp]);
+           work % segments, exchange[warp]);
 }

@@ -50,6 +50,22 @@ __device__ __forceinline__ uint2 load_shared_8(u32 address) {
   return v;
 }
 
+__device__ __forceinline__ u32 load_shared_4(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ u32 load_shared_2(u32 address) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ void store_shared_4(u32 address, u32 value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void prefetch_l2(const u8* pointer) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
 }
@@ -89,6 +105,13 @@ __device__ __forceinline__ void bulk_copy(u32 target, const void* source, u32 by
 // 16 bytes of which `valid` (0 or 16) are read, the others become zero.
 __device__ __forceinline__ void copy_16(u32 target, const u8* source, u32 valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid)
+               : "memory");
+}
+
+// SIZE bytes, 4, 8 or 16, of which `valid` are read, the others become zero.
+template <int SIZE>
+__device__ __forceinline__ void copy_small(u32 target, const u8* source, u32 valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(SIZE), "r"(valid)
                : "memory");
 }
 

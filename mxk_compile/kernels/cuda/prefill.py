@@ -22,7 +22,8 @@ ROUTING_CHANGING = ((0, struct.Struct("=10Q")),)
 BLOCK, ROW_BYTES = 64, 128  # columns of a block of activations, and its bytes a row
 ROW_STEP = 16  # an expert's rows begin at multiples of it
 GEMM_THREADS = 384
-SORT_THREADS, GATHER_WARPS, _SUM_THREADS = 1024, 4, 256
+SORT_THREADS, GATHER_WARPS, _SUM_THREADS = 1024, 8, 256
+_SEGMENT = 1024  # columns of a row that a warp gathers
 MOST_SIZES = 4
 MOST_EXPERTS, MOST_TOP_K = 1024, 64
 _CHUNK_TOKENS = 16384
@@ -53,6 +54,11 @@ def routing() -> tuple[Kernel, Kernel, Kernel]:
         Kernel(module.kernel("prefill_gather"), ROUTING, ROUTING_CHANGING, 32 * GATHER_WARPS, overlap=True),
         Kernel(module.kernel("prefill_sum"), ROUTING, ROUTING_CHANGING, _SUM_THREADS, overlap=True),
     )
+
+
+def gather_blocks(num_rows: int, columns: int) -> int:
+    """Blocks of a launch that gathers rows."""
+    return -(-num_rows * -(-columns // _SEGMENT) // GATHER_WARPS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +194,8 @@ class Prefill:
         )
         sort, gather, sum_slots = routing()
         sort.launch(device, stream, 1, part.routing, addresses)
-        gather.launch(device, stream, -(-part.routes // GATHER_WARPS), part.routing, addresses)
+        blocks = gather_blocks(part.routes, self._call.desc.hidden_size)
+        gather.launch(device, stream, blocks, part.routing, addresses)
         processors = multiprocessors(device)
         for which, rows, result in ((0, space.x, space.h), (1, space.h, space.y)):
             kernels = self._kernels[which]

@@ -89,14 +89,15 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) prefill_sort(const __
 extern "C" __global__ void __launch_bounds__(32 * GATHER_WARPS) prefill_gather(const __grid_constant__ Routing p) {
   __shared__ Exchange exchange[GATHER_WARPS];
   const int warp = threadIdx.x / 32;
-  const int route = blockIdx.x * GATHER_WARPS + warp;
+  const int segments = (p.hidden + SEGMENT - 1) / SEGMENT, work = blockIdx.x * GATHER_WARPS + warp;
+  const int route = work / segments;
   wait_for_earlier_kernels();
   if (route >= p.tokens * p.top_k) return;
   const int row = p.row_of_route[route];
   if (row < 0) return;
   if (p.target != nullptr && threadIdx.x % 32 == 0) p.target[row] = route;
   const u16* x = reinterpret_cast<const u16*>(p.x) + static_cast<i64>(route / p.routes_a_row) * p.x_stride;
-  copy_row(x, p.x_aligned, p.hidden, p.rows, p.total_rows, row, exchange[warp]);
+  copy_row(x, p.x_aligned, p.hidden, p.rows, p.total_rows, row, work % segments, exchange[warp]);
 }
 
 extern "C" __global__ void __launch_bounds__(SUM_THREADS) prefill_sum(const __grid_constant__ Routing p) {

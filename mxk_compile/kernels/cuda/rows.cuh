@@ -5,7 +5,7 @@
 constexpr int SORT_THREADS = 1024;
 constexpr int MOST_SIZES = 4;
 constexpr int ROW_STEP = 16;   // an expert's rows begin at multiples of it: WGMMA's step of N, and 8 for the swizzle
-constexpr int GATHER_WARPS = 4;
+constexpr int GATHER_WARPS = 8;
 
 // Sum of the values of all threads with a lower index.
 __device__ __forceinline__ int exclusive_sum(int value, int* of_warps) {
@@ -40,32 +40,40 @@ __device__ __forceinline__ void make_tiles(int4* tiles, int* lists, const i32 (&
     tiles[size * most_tiles + at + i] = make_int4(expert, first + i * step, min(step, padded - i * step), 0);
 }
 
-// A warp copies a row of x. Eight lanes hold a block of 64 columns, 16 bytes each; the permutation is an exchange of
-// 4-byte pairs (column j, column j + 4), through shared memory.
+// A warp copies SEGMENT columns of a row of x: all loads first, so that few rows are not a chain of latencies. Eight lanes
+// hold a block of 64 columns, 16 bytes each; the permutation is an exchange of 4-byte pairs (column j, column j + 4), through
+// shared memory.
+constexpr int SEGMENT = 1024;
+
 struct Exchange {
   uint4 words[4 * 10];  // 8 lanes' words and 8 words of padding a block: no bank twice
 };
 
 __device__ __forceinline__ void copy_row(const u16* x, bool aligned, int columns, u8* rows, i64 total_rows, int row,
-                                         Exchange& exchange) {
+                                         int segment, Exchange& exchange) {
   const int lane = threadIdx.x % 32;
   const int chunks = (columns + 63) / 64 * 8;
   u32* words = reinterpret_cast<u32*>(exchange.words + lane / 8 * 10);
   const int c = lane % 8, unit = c / 4, pair = c % 4;
-  for (int first = 0; first < chunks; first += 32) {
-    const int chunk = first + lane;
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (chunk * 8 < columns) {
-      if (aligned) {
-        v = *reinterpret_cast<const uint4*>(x + chunk * 8);
-      } else {
-        u32 values[8];
+  uint4 values[4];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) values[i] = x[chunk * 8 + i];
-        v = make_uint4(values[0] | values[1] << 16, values[2] | values[3] << 16, values[4] | values[5] << 16,
-                       values[6] | values[7] << 16);
-      }
+  for (int i = 0; i < 4; ++i) {
+    const int column = SEGMENT * segment + 8 * (32 * i + lane);
+    values[i] = make_uint4(0, 0, 0, 0);
+    if (column >= columns) continue;
+    if (aligned) {
+      values[i] = *reinterpret_cast<const uint4*>(x + column);
+    } else {
+      u32 v[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = x[column + j];
+      values[i] = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
     }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int chunk = SEGMENT / 8 * segment + 32 * i + lane;
+    uint4 v = values[i];
     __syncwarp();
     *reinterpret_cast<uint4*>(words + 4 * c) =
         make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),

@@ -1,0 +1,54 @@
+"""Which tile sizes the prefill kernel runs with: a pure function of an expert's rows."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+TILE_SIZES = range(16, 177, 16)
+MOST_SIZES = 4
+_COSTS = {
+    **{16: 272, 32: 317, 48: 327, 64: 382, 80: 428, 96: 473, 112: 497, 128: 520},
+    **{144: 563, 160: 606, 176: 647},
+}
+"""Time of the prefill kernel for one tile an expert, by the tile's rows: µs for 48 experts of 4096 x 7168 INT4 weights,
+measured on an H200 (docs/performance/h200.md); 80, 112 and 144 are means of their neighbours."""
+_ANOTHER_SIZE = 1.02  # a further tile size is a further launch, whose last tiles leave multiprocessors idle
+_SPREAD = 2.5  # standard deviations of an expert's rows that count
+
+
+@functools.lru_cache(maxsize=4096)
+def tile_sizes(rows: float, *, even: bool = False) -> tuple[int, ...]:
+    """Tile sizes, ascending, for experts with about this many rows: those that are expected to take least time.
+
+    Each expert's rows are divided evenly over as few tiles as the largest size allows (rows.cuh).
+
+    Args:
+        rows: mean of an expert.
+        even: whether all experts have that many, else they are drawn at random.
+    """
+    counts: dict[int, float] = {}
+    if even:
+        counts[_up(math.ceil(rows))] = 1.0
+    else:
+        deviation = math.sqrt(max(rows, 1.0))
+        low, high = (rows + sign * _SPREAD * deviation for sign in (-1, 1))
+        for count in range(max(1, math.floor(low)), math.ceil(high) + 1):
+            likely = math.exp(-(((count - rows) / deviation) ** 2) / 2)
+            counts[_up(count)] = counts.get(_up(count), 0.0) + likely
+    candidates = (sizes for number in range(1, 4) for sizes in itertools.combinations(TILE_SIZES, number))
+    return min(candidates, key=lambda sizes: _expected_cost(sizes, counts))
+
+
+def _up(rows: int) -> int:
+    return -(-rows // 16) * 16
+
+
+def _expected_cost(sizes: tuple[int, ...], counts: dict[int, float]) -> float:
+    cost = 0.0
+    for padded, likely in counts.items():
+        tiles = -(-padded // sizes[-1])
+        step = _up(-(-padded // tiles))
+        cost += likely * tiles * _COSTS[next(size for size in sizes if size >= step)]
+    return cost * _ANOTHER_SIZE ** len(sizes)
