@@ -17,23 +17,20 @@
 #ifndef MXK_MAX_ROUTES
 #define MXK_MAX_ROUTES 256  // multiple of 8
 #endif
-#ifndef MXK_WARPS
-#define MXK_WARPS 4  // that split the columns of a slot
-#endif
 #ifndef MXK_GROUPS
-#define MXK_GROUPS 2  // of such warps, which take slots in turn
-#endif
-#ifndef MXK_STAGES
-#define MXK_STAGES 4  // slots of the ring
-#endif
-#ifndef MXK_TILES13
-#define MXK_TILES13 1  // 16-row tiles a slot, gate and up
-#endif
-#ifndef MXK_TILES2
-#define MXK_TILES2 1  // 16-row tiles a slot, down
+#define MXK_GROUPS 3  // warpgroups that split the columns of a slot
 #endif
 #ifndef MXK_COLUMN_TILES
-#define MXK_COLUMN_TILES 1  // rows of an expert taken at once, in eights
+#define MXK_COLUMN_TILES 1  // rows of an expert taken at once, in fours
+#endif
+#ifndef MXK_CHUNK
+#define MXK_CHUNK 32  // groups of 32 columns in a slot, about
+#endif
+#ifndef MXK_STAGES
+#define MXK_STAGES 0  // slots of the ring; 0: as many as fit, up to 3: more in flight is slower
+#endif
+#ifndef MXK_BUFFERS
+#define MXK_BUFFERS 0  // of an expert's activations; 0: two where they fit beside a ring of 3
 #endif
 #ifndef MXK_INTERLEAVED
 #define MXK_INTERLEAVED 1  // row 2i is gate i, row 2i + 1 up i; otherwise gate_row + i and up_row + i
@@ -51,14 +48,22 @@
 #define MXK_X_ALIGNED 1
 #endif
 
+struct alignas(64) TensorMap {
+  u8 bytes[128];  // CUtensorMap
+};
+
 struct Decode {
+  // Weights and, where PADDED, their scales: [E, rows, row bytes as 32-bit words], boxes of 16 rows, 8 where gate and up
+  // rows lie apart. With lists of weights a map an expert instead, at `maps`: w13, s13, w2, s2 of each.
+  TensorMap w13_map, s13_map, w2_map, s2_map;
+  const u8* maps;
   const u8* x;  // bf16 [T, K], dense rows
   const u8* ids;
   const u8* router;
   u8* out;  // bf16, contiguous
   u8* h;
   u8* y;
-  u32* counters;  // up to here addresses, which differ from call to call of a layer
+  u32* counters;  // from x to here addresses, which differ from call to call of a layer
   Operand w13, s13, b13;  // with row_step 1 and separate stacks: up rows are expert + up_expert
   Operand w2, s2, b2;
   i64 x_stride;                             // elements
@@ -73,63 +78,114 @@ struct Decode {
 };
 
 constexpr int K = MXK_HIDDEN, I = MXK_INTER, E = MXK_EXPERTS, TOP_K = MXK_TOP_K, MAX_ROUTES = MXK_MAX_ROUTES;
-constexpr int W = MXK_WARPS, GROUPS = MXK_GROUPS, NT = MXK_COLUMN_TILES, STAGES = MXK_STAGES;
-constexpr int HELPERS = 4;  // warp 0 copies, 1..3 are the epilogue: a warpgroup, as register counts are set by warpgroup
-constexpr int EPILOGUE = HELPERS - 1;
-constexpr int CONSUMERS = GROUPS * W;
+constexpr int SHARES = MXK_GROUPS;  // of a slot's columns, a warpgroup each
+constexpr int NT = MXK_COLUMN_TILES, ROWS = 4 * NT;
+constexpr int DIGIT_WARPS = 3, EPILOGUE = 4;  // warp 0 copies, 1..3 make digits, 4..7 are the epilogue
+constexpr int HELPERS = 1 + DIGIT_WARPS + EPILOGUE;
+constexpr int CONSUMERS = 4 * SHARES;  // warps
 constexpr int THREADS = (CONSUMERS + HELPERS) * 32;
-// Buffers between consumers and epilogue. A wait tells uses of a barrier apart by one bit, so whoever waits for a use
-// must know that the use before it has ended: every buffer and slot is always the same warps' turn.
-constexpr int PARTIALS = GROUPS == 2 ? 6 : 3;
+// Register counts are set by warpgroup and must fit what the launch gives: asking for more would wait for ever.
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int HELPER_REGISTERS = 72;
-// Of what the launch gives every thread: asking for more than the helpers gave back would wait for ever.
-constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8 < 248 ? 65536 / THREADS / 8 * 8 : 248;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
+constexpr int COUNTERS_AT = 64;  // of 32 bits: before them the grid-wide barrier, then one a unit of output rows
+constexpr int COUNTER_BYTES = 4096;
 constexpr int SHARED_LIMIT = 232448;  // of a block
-static_assert(K % 32 == 0 && I % 32 == 0 && MAX_ROUTES % 8 == 0 && CONSUMERS % 4 == 0, "limits");
-static_assert(GROUPS <= 2 && STAGES % GROUPS == 0 && PARTIALS % GROUPS == 0 && PARTIALS % EPILOGUE == 0, "turns");
+static_assert(K % 32 == 0 && I % 32 == 0 && MAX_ROUTES % 8 == 0 && COUNTERS_AT + K / 16 <= COUNTER_BYTES / 4, "limits");
 
 __host__ __device__ constexpr int round_up(int value, int step) { return (value + step - 1) / step * step; }
+__host__ __device__ constexpr int lesser(int a, int b) { return a < b ? a : b; }
+__host__ __device__ constexpr int greater(int a, int b) { return a > b ? a : b; }
 
-// One projection: COLUMNS of the dot product, `TILES` 16-row tiles a slot, `PAIRS` if units of work are (gate, up) rows.
-template <int COLUMNS, int TILES_, bool PAIRS_, int UNITS_>
+constexpr int CHUNK = MXK_CHUNK;
+
+// Work comes in units of 16 weight rows, a warp's part of a product; a tile is up to 4 of them, a warpgroup's.
+constexpr int UNIT = 16, TILE_UNITS = 4, TILE_ROWS = UNIT * TILE_UNITS;
+
+// Groups of 32 columns whose products are in flight together. What divides the groups spares the mask.
+__host__ __device__ constexpr int batch_of(int groups) {
+  constexpr int most = NT > 1 ? 4 : 6;
+  if (groups <= most) return groups;
+  for (int batch = most; batch >= 4; --batch)
+    if (groups % batch == 0 && groups / batch % SHARES == 0) return batch;
+  for (int batch = most; batch >= 4; --batch)
+    if (groups % batch == 0) return batch;
+  return 4;
+}
+
+// One projection: COLUMNS of the dot product; units of (gate, up) rows where PAIRS.
+template <int COLUMNS, bool PAIRS_, int OUTPUTS>
 struct Projection {
-  static constexpr int TILES = TILES_, UNITS = UNITS_;  // UNITS of an expert
   static constexpr bool PAIRS = PAIRS_;
-  static constexpr int UNITS_A_SLOT = (PAIRS ? 8 : 16) * TILES;
+  static constexpr int UNIT_OUTPUTS = PAIRS ? 8 : 16, UNITS = OUTPUTS / UNIT_OUTPUTS;  // of an expert
   static constexpr int BYTES = COLUMNS / 2, GROUPS = COLUMNS / 32;
-  static constexpr int STEPS = (COLUMNS + 127) / 128;  // a step is 128 columns: a group a lane of four
-  static constexpr int STEPS_A_WARP = (STEPS + W - 1) / W;
-  // Slot row 2g + half is fragment row g + 8 * half where rows lie in the slot as in memory: copied in one piece. A quarter
-  // warp reads 16 bytes four times of two fragment rows, two slot rows apart: 64 modulo 128 bytes, no bank twice. Other
-  // lengths are copied row by row, fragment row by fragment row, to a stride that is 64 modulo 128.
-  static constexpr bool WHOLE = MXK_ALIGNED && BYTES % 64 == 32 && (MXK_INTERLEAVED || !PAIRS);
-  static constexpr int STRIDE = WHOLE ? BYTES : BYTES / 128 * 128 + (BYTES % 128 <= 64 ? 64 : 192);
-  __device__ static constexpr int slot_row(int tile, int g, int half) { return 16 * tile + (WHOLE ? 2 * g + half : g + 8 * half); }
-  // Down: the output row of a fragment row, from the slot's first.
-  __device__ static constexpr int unit(int tile, int g, int half) { return PAIRS ? 8 * tile + g : slot_row(tile, g, half); }
-  // Scales of half the rows of a slot; copies start and end on 16 bytes.
-  static constexpr int SCALES = round_up(8 * TILES * GROUPS, 16) + 32;
-  static constexpr int SLOT = round_up(16 * TILES * STRIDE + 2 * SCALES, 128);
+  static constexpr int BATCH = batch_of(GROUPS), BATCHES = (GROUPS + BATCH - 1) / BATCH;
+  // A slot holds a chunk of a tile's columns, about 512 bytes a row.
+  static constexpr int CHUNKS = (GROUPS + CHUNK - 1) / CHUNK;
+  static constexpr int CHUNK_BATCHES = (BATCHES + CHUNKS - 1) / CHUNKS, CHUNK_GROUPS = CHUNK_BATCHES * BATCH;
+  // An odd multiple of 16: eight rows' words of four lanes lie in different banks.
+  static constexpr int STRIDE = CHUNK_GROUPS * 16 + (CHUNK_GROUPS % 2 ? 0 : 16);
+  static constexpr int SLOT = TILE_ROWS * STRIDE;
+  // Scales of a tile: copied as they lie in memory, whole, to a place that starts up to 15 bytes early. Row by row, and
+  // padded, where they would lie in the same banks.
+  static constexpr bool SEPARATE = PAIRS && !MXK_INTERLEAVED, PAIRED = PAIRS && MXK_INTERLEAVED;
+  static constexpr bool PADDED = GROUPS % 16 == 0;
+  static constexpr int SCALE_STRIDE = PADDED ? GROUPS + 16 : GROUPS;
+  static constexpr int HALF_SCALES = round_up(TILE_ROWS / 2 * GROUPS + 15, 16);
+  static constexpr int SCALES = round_up(PADDED ? TILE_ROWS * SCALE_STRIDE : 2 * HALF_SCALES, 128);
+  // Fragment row g + 8 * half of a unit, as a row of its slot. Where gate and up rows alternate, they come in the order of
+  // memory; upper lanes swap their two, so that eight rows at a time lie in different banks.
+  __device__ static constexpr int slot_row(int g, int half) { return PAIRED ? 2 * g + (half ^ g >> 2) : g + 8 * half; }
+  __device__ static u32 scale_at(int unit, int g, int half) {
+    if (PADDED) return (UNIT * unit + slot_row(g, half)) * SCALE_STRIDE;
+    if (SEPARATE) return half * HALF_SCALES + (8 * unit + g) * GROUPS;
+    return (UNIT * unit + slot_row(g, half)) * GROUPS;
+  }
+  // Distance of a tile's scales from the 16-byte boundary that their copy starts on.
+  __device__ static u32 skew(int first_unit) {
+    return MXK_ALIGNED && !PADDED ? (static_cast<u32>(first_unit) * (SEPARATE ? 8 : UNIT) * GROUPS) & 15 : 0;
+  }
+  static constexpr int DIGITS = BATCHES * BATCH * 256 * NT;  // of a column block
 };
-using GateUp = Projection<K, MXK_TILES13, true, I>;
-using Down = Projection<I, MXK_TILES2, false, K>;
+using GateUp = Projection<K, true, I>;
+using Down = Projection<I, false, K>;
 
-constexpr int TILES = GateUp::TILES > Down::TILES ? GateUp::TILES : Down::TILES;
-constexpr int SLOT = GateUp::SLOT > Down::SLOT ? GateUp::SLOT : Down::SLOT;
-constexpr int PARTIAL = W * 512;                      // of 16 rows x 8 columns
-constexpr int PARTIAL_SET = TILES * NT * PARTIAL;     // of a slot
-constexpr int AT_PARTIALS = STAGES * SLOT;
-constexpr int AT_BARRIERS = AT_PARTIALS + PARTIALS * PARTIAL_SET;
-constexpr int AT_COUNTS = AT_BARRIERS + round_up(16 * (STAGES + PARTIALS), 16);
+constexpr int SLOT = greater(GateUp::SLOT, Down::SLOT);
+constexpr int SCALES = greater(GateUp::SCALES, Down::SCALES);
+constexpr int DIGITS = greater(GateUp::DIGITS, Down::DIGITS);
+constexpr int SUM = NT * 256, SUM_SET = SHARES * TILE_UNITS * SUM, SUM_STAGES = 2;  // partial sums: of a unit; of a tile
+constexpr int LISTS = round_up(4 * E, 16) * 2 + 6 * 2 * MAX_ROUTES + 4 * MAX_ROUTES + 16;
+constexpr int BARRIERS = 256;
+constexpr int OTHERS = SUM_STAGES * SUM_SET + LISTS + BARRIERS + 2 * ROWS * 12 + 128;
+constexpr int SCALE_STAGES = OTHERS + 3 * SCALES + DIGITS + 2 * SLOT <= SHARED_LIMIT ? 3 : 2;
+constexpr int REST = OTHERS + SCALE_STAGES * SCALES;
+constexpr int BUFFERS = MXK_BUFFERS ? MXK_BUFFERS : REST + 2 * DIGITS + 3 * SLOT <= SHARED_LIMIT ? 2 : 1;
+constexpr int STAGES = MXK_STAGES ? MXK_STAGES : lesser(3, (SHARED_LIMIT - REST - BUFFERS * DIGITS) / SLOT);
+constexpr int AT_DIGITS = STAGES * SLOT;
+constexpr int AT_SCALES = AT_DIGITS + BUFFERS * DIGITS;
+constexpr int AT_SUMS = AT_SCALES + SCALE_STAGES * SCALES;
+constexpr int AT_BARRIERS = AT_SUMS + SUM_STAGES * SUM_SET;
+constexpr int AT_FACTORS = AT_BARRIERS + BARRIERS;        // [BUFFERS][ROWS][2] fp32
+constexpr int AT_LARGEST = AT_FACTORS + BUFFERS * ROWS * 8;  // [BUFFERS][ROWS]
+constexpr int AT_COUNTS = AT_LARGEST + BUFFERS * ROWS * 4;
 constexpr int AT_OFFSETS = AT_COUNTS + round_up(4 * E, 16);
 constexpr int AT_LISTS = AT_OFFSETS + round_up(4 * E, 16);
 constexpr int AT_ROUTER = AT_LISTS + 6 * 2 * MAX_ROUTES;  // fp32
 constexpr int AT_END = AT_ROUTER + 4 * MAX_ROUTES;
 constexpr int SHARED = round_up(AT_END + 16, 128);
-static_assert(SHARED <= SHARED_LIMIT, "shared memory of a block");
+static_assert(STAGES >= 2 && SHARED <= SHARED_LIMIT, "shared memory of a block");
+
+// The barriers of a block: full and empty of each ring.
+constexpr int AT_SLOT_FULL = 0, AT_SLOT_EMPTY = AT_SLOT_FULL + 8 * STAGES, AT_SCALES_EMPTY = AT_SLOT_EMPTY + 8 * STAGES;
+constexpr int AT_DIGITS_FULL = AT_SCALES_EMPTY + 8 * SCALE_STAGES, AT_DIGITS_EMPTY = AT_DIGITS_FULL + 8 * BUFFERS;
+constexpr int AT_SUMS_FULL = AT_DIGITS_EMPTY + 8 * BUFFERS, AT_SUMS_EMPTY = AT_SUMS_FULL + 8 * SUM_STAGES;
+static_assert(AT_SUMS_EMPTY + 8 * SUM_STAGES <= BARRIERS, "barriers");
 
 extern "C" {
 __device__ __constant__ extern const int decode_threads = THREADS;
 __device__ __constant__ extern const int decode_shared = SHARED;
+// Bytes of a row of a box of w13 and w2, and of their scales (0: no maps).
+__device__ __constant__ extern const int decode_box13 = GateUp::STRIDE, decode_box2 = Down::STRIDE;
+__device__ __constant__ extern const int decode_scales13 = GateUp::PADDED ? GateUp::SCALE_STRIDE : 0;
+__device__ __constant__ extern const int decode_scales2 = Down::PADDED ? Down::SCALE_STRIDE : 0;
 }

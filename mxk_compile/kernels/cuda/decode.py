@@ -10,23 +10,49 @@ import threading
 import torch
 from torch import Tensor
 
+from mxk_compile.kernels.cuda import maps
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.driver import Kernel, Library, maker, multiprocessors, persistent
 from mxk_compile.kernels.cuda.operands import OPERAND, Call, activation
 
 # struct Decode of moe_decode.cu; of a layer's call, only addresses change.
-_DECODE = struct.Struct(f"=7Q{OPERAND * 6}6q10i2f")
-_CHANGING = ((0, struct.Struct("=7Q")),)
-_COUNTER_BYTES = 256
-_MOST_COUNTERS = 16384  # of a device: one a stream, and one a launch in a CUDA graph
+_MAPS = 4 * maps.MAP_BYTES
+_DECODE = struct.Struct(f"={_MAPS}sQ7Q{OPERAND * 6}6q10i2f32x")  # the end fills its alignment of 64
+_CHANGING = ((struct.calcsize(f"={_MAPS}sQ"), struct.Struct("=7Q")),)
+_COUNTER_BYTES = 4096  # COUNTER_BYTES of decode.cuh
+_MOST_COUNTERS = 4096  # of a device: one a stream, and one a launch in a CUDA graph
 MOST_EXPERTS = 1024
 
 
 @functools.cache
+def _library(macros: tuple[tuple[str, int], ...]) -> Library:
+    return Library(build("moe_decode.cu", dict(macros)))
+
+
+@functools.cache
 def _kernel(macros: tuple[tuple[str, int], ...]) -> Kernel:
-    library = Library(build("moe_decode.cu", dict(macros)))
+    library = _library(macros)
     threads, shared = library.constant("decode_threads"), library.constant("decode_shared")
     return Kernel(library.kernel("moe_decode"), _DECODE, _CHANGING, threads, shared, cooperative=True)
+
+
+def _encoded_maps(call: Call, library: Library) -> tuple[bytes, Tensor | None]:
+    """Of w13, its scales, w2 and its scales, as `maps.encode` has them."""
+    desc, operands = call.desc, call.operands
+    if not operands.aligned(desc):
+        return bytes(_MAPS), None
+    hidden, intermediate, experts = desc.hidden_size, desc.intermediate_size, desc.num_experts
+    apart = 2 if desc.row_order == "separate" else 1  # matrices of an expert
+    sizes13, sizes2 = (experts * apart, 2 * intermediate // apart), (experts, hidden)
+    box13 = 16 if desc.row_order == "interleaved" else 8  # gate and up rows that lie apart are copied apart
+    box = {name: library.constant(f"decode_{name}") for name in ("box13", "scales13", "box2", "scales2")}
+    matrices = (
+        maps.Matrix(operands.w13, *sizes13, hidden // 2, box13, box["box13"]),
+        maps.Matrix(operands.s13, *sizes13, hidden // 32, box13, box["scales13"]),
+        maps.Matrix(operands.w2, *sizes2, intermediate // 2, 16, box["box2"]),
+        maps.Matrix(operands.s2, *sizes2, intermediate // 32, 16, box["scales2"]),
+    )
+    return maps.encode(matrices, call.device)
 
 
 class _Counters:
@@ -85,7 +111,7 @@ class Decode:
     """A call with the macros of a schedule, ready to be made.
 
     Args:
-        call: that `supports` accepts.
+        call: that `supports` accepts, of MXFP4.
         macros: of the schedule, MXK_ left out.
     """
 
@@ -105,9 +131,12 @@ class Decode:
             "MXK_ALIGNED": int(operands.aligned(desc)),
             "MXK_X_ALIGNED": int(call.x_aligned),
         }
-        kernel = _kernel(tuple(sorted((chosen | settled).items())))
+        given = tuple(sorted((chosen | settled).items()))
+        kernel = _kernel(given)
+        encoded, self._maps = _encoded_maps(call, _library(given))
         parts = (operands.w13, operands.s13, operands.b13, operands.w2, operands.s2, operands.b2)
         argument = _DECODE.pack(
+            *(encoded, 0 if self._maps is None else self._maps.data_ptr()),
             *[0] * 7,
             *(field for part in parts for field in part.fields),
             *(call.x_stride, *call.ids_stride, *call.weights_stride, call.experts_min, call.num_tokens),

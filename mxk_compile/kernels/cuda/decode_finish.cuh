@@ -1,144 +1,181 @@
-// The decode kernel's ends: partial sums of the consumers in fixed order, activation or router weight, routes to tokens.
+// The decode kernel's ends: partial sums in fixed order, bias, activation or router weight, and routes to tokens.
 #pragma once
 #include "decode_ring.cuh"
 
-// ---- epilogue
-
-// The slots that are this epilogue warp's turn.
-template <class P>
-struct Finish {
-  Walk<P> walk;
-  Turn sums, at;  // at: of this slot
-  u32 turn;
-  float bias[P::TILES][2];
-
-  __device__ Finish(const Routes& routes, Turn sums, u32 turn) : walk(routes.blocks), sums(sums), turn(turn) {}
-  // The next one and its biases, whose way from memory is long.
-  __device__ bool next(const Decode& p, const Routes& routes, u32 warp) {
-    while (walk.next()) {
-      at = sums;
-      sums.advance(PARTIALS);
-      const bool mine = turn == warp;
-      turn = turn + 1 == EPILOGUE ? 0 : turn + 1;
-      if (mine) {
-        load(p, routes.expert[walk.block]);
-        return true;
-      }
-    }
-    return false;
-  }
-  __device__ void load(const Decode& p, int expert) {
-    const Operand& from = P::PAIRS ? p.b13 : p.b2;
-    const int g = (threadIdx.x & 31) >> 2;
-#pragma unroll
-    for (int tile = 0; tile < P::TILES; ++tile)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int unit = P::unit(tile, g, half), at = walk.first + unit;
-        bias[tile][half] = 0.0f;
-        if (!from.present() || unit >= walk.count) continue;
-        if (!P::PAIRS) {
-          bias[tile][half] = load_float(from.expert(expert), at, p.b2_dtype);
-        } else {
-          const int row = MXK_INTERLEAVED ? 2 * at + half : at + (half ? p.up_row : p.gate_row);
-          bias[tile][half] = load_float(from.expert(expert + (half ? p.up_expert : 0)), row, p.b13_dtype);
-        }
-      }
-  }
-};
-
-template <class P>
-__device__ __forceinline__ void finish_slot(const Decode& p, const Routes& routes, const Finish<P>& slot, u32 shared) {
-  const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
-  const Walk<P>& walk = slot.walk;
-  const int expert = routes.expert[walk.block], first = routes.first[walk.block], count = routes.count[walk.block];
-#pragma unroll
-  for (int tile = 0; tile < P::TILES; ++tile) {
-    if (tile * (P::PAIRS ? 8 : 16) >= walk.count) break;
-    const int unit[2] = {P::unit(tile, g, 0), P::unit(tile, g, 1)};
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      if (8 * n >= count) break;
-      const u32 at = shared + AT_PARTIALS + slot.at.slot * PARTIAL_SET + (tile * NT + n) * PARTIAL + lane * 16;
-      float c[4] = {};
-#pragma unroll
-      for (int w = 0; w < W; ++w) {
-        const uint4 v = load_shared_16(at + w * 512);
-        c[0] += __uint_as_float(v.x), c[1] += __uint_as_float(v.y), c[2] += __uint_as_float(v.z), c[3] += __uint_as_float(v.w);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int column = 8 * n + 2 * q + i;
-        if (column >= count) break;
-        const int route = routes.route[first + column];
-        const float low = c[i] + slot.bias[tile][0], high = c[2 + i] + slot.bias[tile][1];
-        if constexpr (P::PAIRS) {
-          if (unit[0] < walk.count)
-            reinterpret_cast<u16*>(p.h)[static_cast<i64>(route) * I + walk.first + unit[0]] =
-                static_cast<u16>(pack_bf16x2(activate(low, high, p.activation, p.alpha, p.limit), 0.0f));
-        } else {
-          const float weight = routes.weight[route];
-          const i64 to = static_cast<i64>(route) * K + walk.first;
-          if constexpr (MXK_PER_ROUTE) {
-            u16* out = reinterpret_cast<u16*>(p.out);
-            if (unit[0] < walk.count) out[to + unit[0]] = static_cast<u16>(pack_bf16x2(low * weight, 0.0f));
-            if (unit[1] < walk.count) out[to + unit[1]] = static_cast<u16>(pack_bf16x2(high * weight, 0.0f));
-          } else {
-            float* y = reinterpret_cast<float*>(p.y);
-            if (unit[0] < walk.count) y[to + unit[0]] = low * weight;
-            if (unit[1] < walk.count) y[to + unit[1]] = high * weight;
-          }
-        }
-      }
-    }
-  }
-}
-
-template <class P>
-__device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, u32 warp, u32 shared, u32 sums_full,
-                                            u32 sums_empty, Turn& sums, u32& turn) {
-  Finish<P> slot(routes, sums, turn);
-  bool more = slot.next(p, routes, warp);
-  while (more) {
-    Finish<P> ahead = slot;
-    more = ahead.next(p, routes, warp);
-    barrier_wait(sums_full + 8 * slot.at.slot, slot.at.parity);
-    finish_slot<P>(p, routes, slot, shared);
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) barrier_arrive(sums_empty + 8 * slot.at.slot);
-    slot = ahead;
-  }
-  sums = slot.sums;
-  turn = slot.turn;
-}
-
 // ---- routes to tokens
 
-__device__ __forceinline__ void sum_slots(const Decode& p, const Routes& routes, u32 thread, u32 threads) {
-  const u32 chunks = p.tokens * (K / 4);
-  for (u32 i = blockIdx.x * threads + thread; i < chunks; i += gridDim.x * threads) {
-    const int token = i / (K / 4), at = i % (K / 4) * 4;
-    uint4 v[TOP_K];
+// Whoever brings the last of Y's rows `first` to `first` + 15 adds them up, over slots in order, for every token.
+__device__ __forceinline__ void sum_if_last(const Decode& p, const Routes& routes, int first) {
+  const int lane = threadIdx.x & 31;
+  u32* counter = p.counters + COUNTERS_AT + first / 16;
+  __syncwarp();
+  u32 before = 0;
+  if (lane == 0)
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  if (__shfl_sync(~0u, before, 0) != static_cast<u32>(routes.blocks) - 1) return;
+  if (lane == 0) *counter = 0;  // as the next launch wants it
+  constexpr int SLOTS = lesser(TOP_K, 4), TOKENS = 2;  // in flight
+  const int at = first + lane % 4 * 4;
+  for (int base = lane / 4; base < p.tokens; base += 8 * TOKENS) {
+    float sum[TOKENS][4] = {};
+#pragma unroll 1
+    for (int slot = 0; slot < TOP_K; slot += SLOTS) {
+      uint4 v[TOKENS][SLOTS];
 #pragma unroll
-    for (int s = 0; s < TOP_K; ++s) {
-      const int route = token * TOP_K + s;
-      v[s] = make_uint4(0, 0, 0, 0);
-      if (routes.expert_of[route] != NOT_HERE) v[s] = load_l2(p.y + (static_cast<i64>(route) * K + at) * 4);
-    }
-    float sum[4] = {};
+      for (int t = 0; t < TOKENS; ++t)
 #pragma unroll
-    for (int s = 0; s < TOP_K; ++s) {
-      sum[0] += __uint_as_float(v[s].x), sum[1] += __uint_as_float(v[s].y);
-      sum[2] += __uint_as_float(v[s].z), sum[3] += __uint_as_float(v[s].w);
+        for (int s = 0; s < SLOTS; ++s) {
+          const int route = (base + 8 * t) * TOP_K + slot + s;
+          v[t][s] = make_uint4(0, 0, 0, 0);
+          if (base + 8 * t < p.tokens && slot + s < TOP_K && routes.expert_of[route] != NOT_HERE)
+            v[t][s] = load_l2(p.y + (static_cast<i64>(route) * K + at) * 4);
+        }
+#pragma unroll
+      for (int t = 0; t < TOKENS; ++t)
+#pragma unroll
+        for (int s = 0; s < SLOTS; ++s) {
+          sum[t][0] += __uint_as_float(v[t][s].x), sum[t][1] += __uint_as_float(v[t][s].y);
+          sum[t][2] += __uint_as_float(v[t][s].z), sum[t][3] += __uint_as_float(v[t][s].w);
+        }
     }
-    reinterpret_cast<uint2*>(p.out)[i] = make_uint2(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]));
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t)
+      if (base + 8 * t < p.tokens)
+        *reinterpret_cast<uint2*>(p.out + (static_cast<i64>(base + 8 * t) * K + at) * 2) =
+            make_uint2(pack_bf16x2(sum[t][0], sum[t][1]), pack_bf16x2(sum[t][2], sum[t][3]));
   }
 }
 
-// Rows of routes that go to no expert here.
+// ---- epilogue: a warp a unit of every tile
+
+template <class P>
+__device__ __forceinline__ void load_bias(const Decode& p, const Routes& routes, const Walk<P>& walk, int unit, float (&bias)[2]) {
+  const Operand& from = P::PAIRS ? p.b13 : p.b2;
+  const int expert = routes.expert[walk.block], g = (threadIdx.x & 31) >> 2;
+  bias[0] = bias[1] = 0.0f;
+  if (!from.present() || unit >= walk.count) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at = (walk.first + unit) * P::UNIT_OUTPUTS + g;
+    if (!P::PAIRS) {
+      bias[half] = load_float(from.expert(expert), at + 8 * half, p.b2_dtype);
+    } else {
+      const int row = MXK_INTERLEAVED ? 2 * at + half : at + (half ? p.up_row : p.gate_row);
+      bias[half] = load_float(from.expert(expert + (half ? p.up_expert : 0)), row, p.b13_dtype);
+    }
+  }
+}
+
+// A product in plain fp32, by a warp: where an activation is infinite, which FP8 digits cannot say, or a sum overflowed.
+template <class P>
+__device__ __forceinline__ float plain_product(const Decode& p, const Source<P>& from, i64 row, int half, int route) {
+  const u8* weights = from.weights(half) + row * from.row_stride;
+  const u8* scales = from.scales(half) + row * from.scale_stride;
+  const u16* x = reinterpret_cast<const u16*>(
+      P::PAIRS ? p.x + static_cast<i64>(route / TOP_K) * p.x_stride * 2 : p.h + static_cast<i64>(route) * (I * 2));
+  float sum = 0.0f;
+  for (int at = threadIdx.x & 31; at < P::BYTES; at += 32) {
+    const u32 byte = scales[at / 16];
+    const float scale = __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : byte << 23);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 code = weights[at] >> (4 * i) & 15;
+      u16 value;  // volatile: as H was written by other blocks
+      asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(value) : "l"(x + 2 * at + i) : "memory");
+      // An E2M1 code as fp32: its exponent and mantissa at the low end of fp32's, which 2^126 undoes.
+      const float weight = __uint_as_float((code & 8) << 28 | (code & 7) << 22) * __uint_as_float(253u << 23);
+      sum += weight * scale * __uint_as_float(static_cast<u32>(value) << 16);
+    }
+  }
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  return sum;
+}
+
+template <class P>
+__device__ __forceinline__ void finish_unit(const Decode& p, const Routes& routes, const Walk<P>& walk, int unit, u32 sums,
+                                            const float (&bias)[2]) {
+  const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
+  const int expert = routes.expert[walk.block], first = routes.first[walk.block], count = routes.count[walk.block];
+  const int output = (walk.first + unit) * P::UNIT_OUTPUTS + g;
+#pragma unroll 1
+  for (int n = 0; n < NT && 4 * n < count; ++n) {
+    const int column = 4 * n + q;
+    const bool here = column < count;
+    const int route = routes.route[first + (here ? column : 0)];
+    float value[2] = {};
+#pragma unroll
+    for (int share = 0; share < SHARES; ++share) {
+      const uint2 part = load_shared_8(sums + (share * TILE_UNITS + unit) * SUM + n * 256 + lane * 8);
+      value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
+    }
+    if (P::PAIRED && g >= 4) {  // as `slot_row` has it
+      const float low = value[0];
+      value[0] = value[1], value[1] = low;
+    }
+    // With small scales NaN is an activation's, and right.
+    const auto look = [](float v) {
+      const u32 magnitude = __float_as_uint(v) & 0x7FFFFFFFu;
+      return magnitude == 0x7F800000u || (!MXK_SCALES_SMALL && magnitude > 0x7F800000u);
+    };
+    for (u32 left = __ballot_sync(~0u, here && (look(value[0]) || look(value[1]))); left != 0; left &= left - 1) {
+      const int of = __ffs(left) - 1;
+      const Source<P> from(p, expert);
+      for (int half = 0; half < 2; ++half) {
+        const i64 row = from.row(walk.first + unit, of >> 2, half);
+        const float plain = plain_product<P>(p, from, row, half, __shfl_sync(~0u, route, of));
+        if (lane == of) value[half] = plain;
+      }
+    }
+    if (!here) continue;
+    value[0] += bias[0], value[1] += bias[1];
+    if constexpr (P::PAIRS) {
+      const float activated = activate(value[0], value[1], p.activation, p.alpha, p.limit);
+      reinterpret_cast<u16*>(p.h)[static_cast<i64>(route) * I + output] = static_cast<u16>(pack_bf16x2(activated, 0.0f));
+    } else {
+      const float weight = routes.weight[route];
+      const i64 to = static_cast<i64>(route) * K + output;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (MXK_PER_ROUTE) {
+          reinterpret_cast<u16*>(p.out)[to + 8 * half] = static_cast<u16>(pack_bf16x2(value[half] * weight, 0.0f));
+        } else {
+          reinterpret_cast<float*>(p.y)[to + 8 * half] = value[half] * weight;
+        }
+      }
+    }
+  }
+}
+
+template <class P>
+__device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, int unit, u32 shared, Turn& turn) {
+  Walk<P> walk(routes.blocks);
+  bool more = walk.next();
+  float bias[2];
+  if (more) load_bias<P>(p, routes, walk, unit, bias);
+  while (more) {
+    Walk<P> ahead = walk;  // its biases, whose way from memory is long
+    float next_bias[2];
+    more = ahead.next();
+    if (more) load_bias<P>(p, routes, ahead, unit, next_bias);
+    barrier_wait(shared + AT_BARRIERS + AT_SUMS_FULL + 8 * turn.slot, turn.parity);
+    if (unit < walk.count) finish_unit<P>(p, routes, walk, unit, shared + AT_SUMS + turn.slot * SUM_SET, bias);
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive(shared + AT_BARRIERS + AT_SUMS_EMPTY + 8 * turn.slot);
+    if constexpr (!P::PAIRS && !MXK_PER_ROUTE)
+      if (unit < walk.count) sum_if_last(p, routes, (walk.first + unit) * UNIT);
+    turn.advance(SUM_STAGES);
+    walk = ahead;
+    bias[0] = next_bias[0], bias[1] = next_bias[1];
+  }
+}
+
+// Without their routes' experts: rows of routes with PER_ROUTE, and everything where no route is here at all.
 __device__ __forceinline__ void clear_absent(const Decode& p, const Routes& routes, u32 thread, u32 threads) {
-  for (int r = blockIdx.x; r < p.tokens * TOP_K; r += gridDim.x) {
-    if (routes.expert_of[r] != NOT_HERE) continue;
+  constexpr int EACH = MXK_PER_ROUTE ? 1 : TOP_K;  // routes of a row of `out`
+  if (!MXK_PER_ROUTE && routes.blocks != 0) return;
+  for (int r = blockIdx.x; r < p.tokens * TOP_K / EACH; r += gridDim.x) {
+    if (MXK_PER_ROUTE && routes.expert_of[r] != NOT_HERE) continue;
     for (u32 i = thread; i < K / 4; i += threads)
       reinterpret_cast<uint2*>(p.out)[static_cast<i64>(r) * (K / 4) + i] = make_uint2(0, 0);
   }

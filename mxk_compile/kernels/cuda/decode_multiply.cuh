@@ -1,144 +1,185 @@
-// The decode kernel's products: 16 weight rows unpacked in registers, times 8 activation rows a tensor-core instruction.
+// The decode kernel's products: weights as FP8, exactly, in the A registers of WGMMA, a group of 32 columns an instruction.
 #pragma once
-#include "decode_ring.cuh"
+#include "decode_digits.cuh"
 
-// ---- E2M1 and E8M0
-
-// Nibbles j and j + 4 of a word, j = 0..3, as bf16 pairs of value * 2^-126. One product places a nibble twice: exponent
-// and mantissa at bits 8..6, the sign at 15.
-__device__ __forceinline__ void unpack(u32 word, u32 (&pair)[4]) {
-  const u32 upper = word >> 8;
-  pair[0] = ((word & 0x000F000Fu) * 0x1040u) & 0x81C081C0u;
-  pair[1] = ((word & 0x00F000F0u) * 0x0104u) & 0x81C081C0u;
-  pair[2] = ((upper & 0x000F000Fu) * 0x1040u) & 0x81C081C0u;
-  pair[3] = ((upper & 0x00F000F0u) * 0x0104u) & 0x81C081C0u;
-}
-// What `scaled` takes for an E8M0 byte, twice.
-__device__ __forceinline__ u32 scale_pair(u32 byte) {
-  if constexpr (MXK_SCALES_SMALL) return byte * 0x00800080u + 126u * 0x00800080u;  // 2^(byte - 1)
-  const u32 bits = byte == 0 ? 0x0040u : byte == 255 ? 0x7FC0u : byte << 7;       // 2^(byte - 127), subnormal for 0
-  return bits * 0x00010001u;
-}
-__device__ __forceinline__ u32 scaled(u32 pair, u32 scale) {
-  if constexpr (MXK_SCALES_SMALL) return multiply_bf16x2(pair, scale);
-  return multiply_bf16x2(multiply_bf16x2(pair, 0x7E807E80u), scale);  // 2^126: the element itself
-}
-
-// ---- consumers
-
-template <class P>
-__device__ __forceinline__ void load_activations(const Decode& p, const Routes& routes, int block, int warp,
-                                                 u32 (&b)[P::STEPS_A_WARP][NT][16]) {
-  const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
-  const int first = routes.first[block], count = routes.count[block];
-#pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    const int column = 8 * n + g;
-    const bool here = column < count;
-    const int route = here ? routes.route[first + column] : 0;
-    const u8* row = P::PAIRS ? p.x + static_cast<i64>(route / TOP_K) * p.x_stride * 2 : p.h + static_cast<i64>(route) * (I * 2);
-#pragma unroll
-    for (int s = 0; s < P::STEPS_A_WARP; ++s) {
-      const int group = 4 * (s * W + warp) + q;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (here && group < P::GROUPS) {
-          const u8* from = row + group * 64 + j * 16;
-          if (MXK_X_ALIGNED || !P::PAIRS) {
-            v = load_l2(from);
-          } else {
-            const u16* e = reinterpret_cast<const u16*>(from);
-            v.x = e[0] | e[1] << 16, v.y = e[2] | e[3] << 16, v.z = e[4] | e[5] << 16, v.w = e[6] | e[7] << 16;
-          }
-        }
-        b[s][n][4 * j] = pick_bytes(v.x, v.z, 0x5410);  // columns 0, 4 of the 8; then 1, 5; 2, 6; 3, 7: as `unpack`
-        b[s][n][4 * j + 1] = pick_bytes(v.x, v.z, 0x7632);
-        b[s][n][4 * j + 2] = pick_bytes(v.y, v.w, 0x5410);
-        b[s][n][4 * j + 3] = pick_bytes(v.y, v.w, 0x7632);
-      }
-    }
+// wgmma.mma_async m64n8k32 (n16, n24, n32), E4M3 x E4M3 -> fp32, without adding to what `d` holds. Lane (g = lane / 4,
+// q = lane % 4) of warp w: a0, a1 = A[16w+g][4q..4q+3], A[16w+g+8][4q..]; a2, a3 = the same 16 columns on; d[n][0], d[n][1] =
+// D[16w+g][8n+2q], [8n+2q+1]; d[n][2], d[n][3] = those of row 16w+g+8 (PTX ISA, "Matrix Fragments for wgmma.mma_async.m64nNk32").
+template <int N>
+struct Product;
+template <>
+struct Product<1> {
+  static __device__ __forceinline__ void run(float (&d)[1][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, add, 1, 1;\n}"
+        : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   }
+};
+template <>
+struct Product<2> {
+  static __device__ __forceinline__ void run(float (&d)[2][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, add, "
+        "1, 1;\n}"
+        : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3]), "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]),
+          "=f"(d[1][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+};
+template <>
+struct Product<3> {
+  static __device__ __forceinline__ void run(float (&d)[3][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n24k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, "
+        "%14, %15}, %16, add, 1, 1;\n}"
+        : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3]), "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]),
+          "=f"(d[1][3]), "=f"(d[2][0]), "=f"(d[2][1]), "=f"(d[2][2]), "=f"(d[2][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+};
+template <>
+struct Product<4> {
+  static __device__ __forceinline__ void run(float (&d)[4][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
+        "%15}, {%16, %17, %18, %19}, %20, add, 1, 1;\n}"
+        : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3]), "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]),
+          "=f"(d[1][3]), "=f"(d[2][0]), "=f"(d[2][1]), "=f"(d[2][2]), "=f"(d[2][3]), "=f"(d[3][0]), "=f"(d[3][1]),
+          "=f"(d[3][2]), "=f"(d[3][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+};
+
+// Eight E2M1 codes as E4M3 of code * 2^-6: exponent and upper mantissa bit keep their places beside each other, so
+// subnormals and -0 are right too. `even`: nibbles 0, 2, 4, 6; the lower nibble of a byte is the earlier column.
+__device__ __forceinline__ void unpack(u32 word, u32& even, u32& odd) {
+  const u32 raised = word << 4;
+  even = (raised & 0x80808080u) | (raised >> 2 & 0x1C1C1C1Cu);
+  odd = (word & 0x80808080u) | (word >> 2 & 0x1C1C1C1Cu);
+}
+// An E8M0 byte: if small as 2^(byte - 63), which takes one instruction and is a normal number for byte 0. Otherwise as it is,
+// but infinite from 253 on, where weights may be infinite or NaN: `finish_unit` then computes the product again.
+__device__ __forceinline__ float scale_of(u32 byte) {
+  if constexpr (MXK_SCALES_SMALL) return __uint_as_float((byte << 23) + (64u << 23));
+  return __uint_as_float(byte == 0 ? 0x00400000u : byte >= 253 ? 0x7F800000u : byte << 23);
+}
+// Undoes the scale of the activations' row and the weights' 2^-6, and 2^64 where scales are small: a sum's at its end;
+// otherwise each group's, whose own scale may be any.
+struct Factor {
+  float factor, rest;
+  __device__ void load(u32 address) {
+    factor = __uint_as_float(load_shared(address)), rest = __uint_as_float(load_shared(address + 4));
+  }
+  __device__ bool infinite() const { return factor == __uint_as_float(0x7F800000u); }
+  __device__ float group(float sum) const { return MXK_SCALES_SMALL ? sum : sum * factor * rest; }
+  __device__ float end(float sum) const { return infinite() ? factor : MXK_SCALES_SMALL ? sum * factor * rest : sum; }
+};
+
+// B in shared memory without swizzle: core matrices of 8 x 16 bytes, 128 bytes apart along K, 256 along N.
+// The upper half of its descriptor is the same for all.
+__device__ __forceinline__ u64 digits_descriptor(u32 lower) {
+  u64 d;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(lower), "n"(256 >> 4));
+  return d;
 }
 
-// 16 rows of a slot times this warp's columns.
+// BATCH groups of 16 rows a warp. weights, scales: of this lane's fragment row g; half_weights, half_scales: from there
+// to those of g + 8.
 template <class P>
-__device__ __forceinline__ void multiply_tile(u32 slot, int tile, u32 skew, int warp, const u32 (&b)[P::STEPS_A_WARP][NT][16],
-                                              float (&c)[NT][2][4]) {
+__device__ __forceinline__ void multiply_batch(u32 weights, u32 half_weights, u32 scales, u32 half_scales, u32 digits, bool last,
+                                               const Factor (&factors)[NT], float (&sum)[NT][2]) {
+  constexpr int LEFT = P::GROUPS - (P::BATCHES - 1) * P::BATCH;  // of the last batch of a row
+  u32 a[P::BATCH][4], bytes[P::BATCH][2];
+  float d[P::BATCH][NT][4];
+#pragma unroll
+  for (int i = 0; i < P::BATCH; ++i) {
+    const u32 low = load_shared(weights + 16 * i), high = load_shared(weights + half_weights + 16 * i);
+    unpack(low, a[i][0], a[i][2]);
+    unpack(high, a[i][1], a[i][3]);
+  }
+  const u32 uniform = __shfl_sync(~0u, digits, 0);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < P::BATCH; ++i) Product<NT>::run(d[i], a[i], digits_descriptor(uniform + i * (16 * NT)));
+  wgmma_commit();
+#pragma unroll
+  for (int i = 0; i < P::BATCH; ++i) {
+    bytes[i][0] = load_shared_byte(scales + i), bytes[i][1] = load_shared_byte(scales + half_scales + i);
+    if (i >= LEFT && last) bytes[i][0] = bytes[i][1] = 0;  // those products are 0, whatever the slot holds
+  }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < P::BATCH; ++i)
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      asm volatile("" : "+f"(d[i][n][0]), "+f"(d[i][n][1]), "+f"(d[i][n][2]), "+f"(d[i][n][3])::"memory");
+      sum[n][0] += factors[n].group(d[i][n][0] + d[i][n][1] * 0.0625f) * scale_of(bytes[i][0]);
+      sum[n][1] += factors[n].group(d[i][n][2] + d[i][n][3] * 0.0625f) * scale_of(bytes[i][1]);
+    }
+}
+
+struct ConsumerTurns {
+  Turn slot, scales, digits, sums;
+};
+
+// Unit `unit` of every tile: the batches of columns whose number modulo SHARES is `share`.
+template <class P>
+__device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& routes, int share, int unit, u32 shared, ConsumerTurns& turn) {
   const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
-  const u32 weights = slot + P::slot_row(tile, g, 0) * P::STRIDE + (4 * warp + q) * 16;
-  const u32 low = slot + ScalePlace<P>::at(tile, g, 0) + skew + 4 * warp + q;
-  const u32 high = slot + ScalePlace<P>::at(tile, g, 1) + skew + 4 * warp + q;
-  constexpr int HALF = (P::WHOLE ? 1 : 8) * P::STRIDE;
-  uint4 words[2][2];
-  u32 bytes[2][2];
-  // Step s of this warp is s * W + warp of the row: only the last may lie past its end.
-  const auto there = [&](int s) { return (s + 1) * W <= P::STEPS || s * W + warp < P::STEPS; };
-  const auto fetch = [&](int s) {
-    words[s & 1][0] = load_shared_16(weights + s * W * 64);
-    words[s & 1][1] = load_shared_16(weights + s * W * 64 + HALF);
-    bytes[s & 1][0] = load_shared_byte(low + s * W * 4);
-    bytes[s & 1][1] = load_shared_byte(high + s * W * 4);
+  const u32 barriers = shared + AT_BARRIERS;
+  const u32 low_scales = P::scale_at(unit, g, 0), half_scales = P::scale_at(unit, g, 1) - low_scales;
+  const u32 half_weights = (P::slot_row(g, 1) - P::slot_row(g, 0)) * P::STRIDE;
+  const auto leave_digits = [&] {
+    if (lane == 0) barrier_arrive(barriers + AT_DIGITS_EMPTY + 8 * turn.digits.slot);
+    turn.digits.advance(BUFFERS);
   };
-  if (there(0)) fetch(0);
+  const auto load_factors = [&](Factor (&factors)[NT]) {
 #pragma unroll
-  for (int s = 0; s < P::STEPS_A_WARP; ++s) {
-    if (!there(s)) continue;
-    if (s + 1 < P::STEPS_A_WARP && there(s + 1)) fetch(s + 1);
-    u32 scale_low = scale_pair(bytes[s & 1][0]), scale_high = scale_pair(bytes[s & 1][1]);
-    // Past the end of the row: 0 times whatever is there, which `unpack` makes finite.
-    if ((s + 1) * W * 4 > P::GROUPS && 4 * (s * W + warp) + q >= P::GROUPS) scale_low = scale_high = 0;
-    const uint4 &l = words[s & 1][0], &h = words[s & 1][1];
-    const u32 low_words[4] = {l.x, l.y, l.z, l.w}, high_words[4] = {h.x, h.y, h.z, h.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      u32 low_pairs[4], high_pairs[4];
-      unpack(low_words[j], low_pairs);
-      unpack(high_words[j], high_pairs);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const u32 a[4] = {scaled(low_pairs[2 * i], scale_low), scaled(high_pairs[2 * i], scale_high),
-                          scaled(low_pairs[2 * i + 1], scale_low), scaled(high_pairs[2 * i + 1], scale_high)};
-#pragma unroll
-        for (int n = 0; n < NT; ++n) multiply(c[n][i], a, b[s][n][4 * j + 2 * i], b[s][n][4 * j + 2 * i + 1]);
-      }
-    }
-  }
-}
-
-template <class P>
-__device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& routes, int group, int warp, u32 shared, u32 full,
-                                              u32 empty, u32 sums_full, u32 sums_empty, Turn& turn, Turn& sums, int& next_group) {
-  const int lane = threadIdx.x & 31;
-  u32 b[P::STEPS_A_WARP][NT][16];
+    for (int n = 0; n < NT; ++n) factors[n].load(shared + AT_FACTORS + (turn.digits.slot * ROWS + 4 * n + q) * 8);
+  };
   int block = -1;
-  for (Walk<P> walk(routes.blocks); walk.next(); turn.advance(STAGES), sums.advance(PARTIALS)) {
-    if (GROUPS > 1) {
-      const bool mine = next_group == group;
-      next_group ^= 1;
-      if (!mine) continue;
-    }
-    if (walk.block != block) load_activations<P>(p, routes, block = walk.block, warp, b);
-    const u32 slot = shared + turn.slot * SLOT;
-    const u32 to = shared + AT_PARTIALS + sums.slot * PARTIAL_SET + warp * 512 + lane * 16;
-    barrier_wait(full + 8 * turn.slot, turn.parity);
-#pragma unroll 1
-    for (int tile = 0; tile < P::TILES; ++tile) {
-      float c[NT][2][4] = {};
-      multiply_tile<P>(slot, tile, ScalePlace<P>::skew(walk.first), warp, b, c);
-      if (tile == P::TILES - 1) {  // the slot is read
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + 8 * turn.slot);
+  for (Walk<P> walk(routes.blocks); walk.next(); turn.scales.advance(SCALE_STAGES), turn.sums.advance(SUM_STAGES)) {
+    if (walk.block != block) {
+      if (block >= 0) leave_digits();
+      if (block < 0) {
+        make_digits<P, 2, CONSUMERS * 32, 4>(p, routes, walk.block, threadIdx.x - HELPERS * 32, shared, turn.digits.slot);
+        team_sync<2, CONSUMERS * 32>();
       }
-      if (tile == 0) barrier_wait(sums_empty + 8 * sums.slot, sums.parity ^ 1);
-#pragma unroll
-      for (int n = 0; n < NT; ++n)
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + (tile * NT + n) * PARTIAL),
-                     "f"(c[n][0][0] + c[n][1][0]), "f"(c[n][0][1] + c[n][1][1]), "f"(c[n][0][2] + c[n][1][2]),
-                     "f"(c[n][0][3] + c[n][1][3])
-                     : "memory");
+      block = walk.block;
+      barrier_wait(barriers + AT_DIGITS_FULL + 8 * turn.digits.slot, turn.digits.parity);
     }
+    const u32 digits = (shared + AT_DIGITS + turn.digits.slot * DIGITS) >> 4 | (128 >> 4) << 16;
+    const u32 scales = shared + AT_SCALES + turn.scales.slot * SCALES + P::skew(walk.first) + low_scales;
+    float sum[NT][2] = {};
+    Factor factors[NT];
+    if (!MXK_SCALES_SMALL) load_factors(factors);
+    int batch = share;
+#pragma unroll 1
+    for (int chunk = 0; chunk < P::CHUNKS; ++chunk, turn.slot.advance(STAGES)) {
+      const u32 weights = shared + turn.slot.slot * SLOT + (UNIT * unit + P::slot_row(g, 0)) * P::STRIDE + q * 4;
+      const int first = chunk * P::CHUNK_BATCHES, end = min(first + P::CHUNK_BATCHES, P::BATCHES);
+      barrier_wait(barriers + AT_SLOT_FULL + 8 * turn.slot.slot, turn.slot.parity);
+#pragma unroll 1
+      for (; batch < end; batch += SHARES)
+        multiply_batch<P>(weights + (batch - first) * (P::BATCH * 16), half_weights, scales + batch * P::BATCH, half_scales,
+                          digits + batch * (P::BATCH * 16 * NT), batch == P::BATCHES - 1, factors, sum);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(barriers + AT_SLOT_EMPTY + 8 * turn.slot.slot);
+    }
+    if (lane == 0) barrier_arrive(barriers + AT_SCALES_EMPTY + 8 * turn.scales.slot);
+    barrier_wait(barriers + AT_SUMS_EMPTY + 8 * turn.sums.slot, turn.sums.parity ^ 1);
+    load_factors(factors);
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+      store_shared_8(shared + AT_SUMS + turn.sums.slot * SUM_SET + (share * TILE_UNITS + unit) * SUM + n * 256 + lane * 8,
+                     factors[n].end(sum[n][0]), factors[n].end(sum[n][1]));
     __syncwarp();
-    if (lane == 0) barrier_arrive(sums_full + 8 * sums.slot);
+    if (lane == 0) barrier_arrive(barriers + AT_SUMS_FULL + 8 * turn.sums.slot);
   }
+  if (block >= 0) leave_digits();
 }

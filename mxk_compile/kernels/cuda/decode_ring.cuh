@@ -9,20 +9,21 @@ __device__ __forceinline__ void copy_streamed(u32 target, const u8* source, u32 
       "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
+// A box of a matrix: `words` and `row` are those of its first element.
+__device__ __forceinline__ void copy_box(u32 target, const u8* map, i32 words, i32 row, i32 expert, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], "
+      "[%5], %6;" ::"r"(target),
+      "l"(map), "r"(words), "r"(row), "r"(expert), "r"(barrier), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map.bytes) : "memory");
+}
 __device__ __forceinline__ u64 evict_first() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
-}
-__device__ __forceinline__ uint4 load_shared_16(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
-__device__ __forceinline__ u32 load_shared_byte(u32 address) {
-  u32 v;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
-  return v;
 }
 // H and Y were written by other blocks of this launch: they are read in the L2.
 __device__ __forceinline__ uint4 load_l2(const u8* pointer) {
@@ -31,13 +32,6 @@ __device__ __forceinline__ uint4 load_l2(const u8* pointer) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer) : "memory");
   return v;
 }
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ u32 pick_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 // Grid-wide barrier: the top bit flips when all blocks have arrived, so the word serves the next launch as it is.
 struct GridBarrier {
@@ -51,70 +45,127 @@ struct GridBarrier {
     const u32 add = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(add) : "memory");
   }
-  __device__ void wait() const {  // by the consumers: one thread asks
-    if (threadIdx.x == HELPERS * 32) {
+  // By a team of warps: its first thread asks.
+  template <int BARRIER, int THREADS_>
+  __device__ void wait(u32 thread) const {
+    if (thread == 0) {
       u32 now;
       do {
         asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
       } while (((now ^ before) & 0x80000000u) == 0);
     }
-    asm volatile("bar.sync 2, %0;" ::"n"(CONSUMERS * 32) : "memory");
+    team_sync<BARRIER, THREADS_>();
   }
 };
 
 // ---- producer
 
+// Where the rows of an expert lie.
 template <class P>
-__device__ __forceinline__ void copy_rows(const Decode& p, const Routes& routes, u32 ring, u32 full, u32 empty, Turn& turn,
+struct Source {
+  const u8 *low_map, *high_map, *low_scale_map, *high_scale_map;  // of half 0 and 1
+  const u8 *low_weights, *high_weights, *low_scales, *high_scales;
+  i64 row_stride, scale_stride;
+  i32 low_first, high_first, low_expert, high_expert;  // rows; coordinates in the maps
+
+  __device__ Source(const Decode& p, int expert) {
+    const Operand &weight = P::PAIRS ? p.w13 : p.w2, &scale = P::PAIRS ? p.s13 : p.s2;
+    const int second = P::SEPARATE ? expert + p.up_expert : expert;
+    low_weights = weight.expert(expert), high_weights = weight.expert(second);
+    low_scales = scale.expert(expert), high_scales = scale.expert(second);
+    row_stride = weight.row_stride, scale_stride = scale.row_stride;
+    low_first = P::SEPARATE ? p.gate_row : 0;
+    high_first = P::SEPARATE ? p.up_row : P::PAIRED ? 1 : 8;
+    low_map = high_map = (P::PAIRS ? p.w13_map : p.w2_map).bytes;
+    low_scale_map = high_scale_map = (P::PAIRS ? p.s13_map : p.s2_map).bytes;
+    low_expert = expert, high_expert = second;
+    if (p.maps != nullptr) {
+      low_expert = high_expert = 0;
+      low_map = p.maps + (expert * 4 + (P::PAIRS ? 0 : 2)) * 128, low_scale_map = low_map + 128;
+      high_map = p.maps + (second * 4 + (P::PAIRS ? 0 : 2)) * 128, high_scale_map = high_map + 128;
+    }
+  }
+  __device__ const u8* weights(int half) const { return half ? high_weights : low_weights; }
+  __device__ const u8* scales(int half) const { return half ? high_scales : low_scales; }
+  // Of fragment row g + 8 * half of unit `unit` of the expert, if slot rows were in fragment order.
+  __device__ i64 row(int unit, int g, int half) const {
+    return (half ? high_first : low_first) + (P::PAIRED ? 16 * unit + 2 * g : P::SEPARATE ? 8 * unit + g : 16 * unit + g);
+  }
+};
+
+// Boxes: a unit's rows each, or 8 where gate and up rows are apart.
+template <class P>
+__device__ __forceinline__ void copy_units(const Source<P>& from, bool scales, int first, int units, int words, u32 to,
+                                           u32 stride, u32 barrier, u64 policy) {
+  constexpr int BOXES = P::SEPARATE ? 2 : 1;
+  const int lane = threadIdx.x & 31;
+  if (lane >= units * BOXES) return;
+  const int unit = lane / BOXES, half = lane % BOXES;
+  const u8* map = scales ? (half ? from.high_scale_map : from.low_scale_map) : (half ? from.high_map : from.low_map);
+  copy_box(to + (UNIT * unit + 8 * half) * stride, map, words, static_cast<i32>(from.row(first + unit, 0, half)),
+           half ? from.high_expert : from.low_expert, barrier, policy);
+}
+
+template <class P>
+__device__ __forceinline__ void copy_scales(const Source<P>& from, int first, int units, u32 to, u32 barrier, u64 policy) {
+  const int lane = threadIdx.x & 31;
+  if constexpr (P::PADDED) {
+    copy_units<P>(from, true, first, units, 0, to, P::SCALE_STRIDE, barrier, policy);
+  } else if (lane < (P::SEPARATE ? 2 : 1)) {
+    const u32 skew = P::skew(first), rows = units * (P::SEPARATE ? 8 : UNIT);
+    copy_streamed(to + lane * P::HALF_SCALES, from.scales(lane) + from.row(first, 0, lane) * P::GROUPS - skew,
+                  round_up(skew + rows * P::GROUPS, 16), barrier, policy);
+  }
+}
+template <class P>
+__device__ __forceinline__ u32 scale_bytes(int first, int units) {
+  if (P::PADDED) return units * UNIT * P::SCALE_STRIDE;
+  if (P::SEPARATE) return 2 * round_up(P::skew(first) + units * 8 * P::GROUPS, 16);
+  return round_up(P::skew(first) + units * UNIT * P::GROUPS, 16);
+}
+
+// Without bulk copies: a byte a lane.
+template <class P>
+__device__ __forceinline__ void copy_slowly(const Source<P>& from, int first, int units, int chunk, int groups, u32 slot,
+                                            u32 scales) {
+  const int lane = threadIdx.x & 31;
+  for (int i = 0; i < units * UNIT; ++i) {
+    const int unit = i / UNIT, g = i % UNIT / 2, half = i % 2;
+    const i64 row = from.row(first + unit, g, half);
+    const int slot_row = P::slot_row(g, P::PAIRED ? half ^ g >> 2 : half);
+    const u8* source = from.weights(half) + row * from.row_stride + chunk * P::CHUNK_GROUPS * 16;
+    for (int at = lane; at < groups * 16; at += 32)
+      store_shared_byte(slot + (UNIT * unit + slot_row) * P::STRIDE + at, source[at]);
+    source = from.scales(half) + row * from.scale_stride;
+    for (int at = lane; chunk == 0 && at < P::GROUPS; at += 32)
+      store_shared_byte(scales + P::scale_at(unit, g, P::PAIRED ? half ^ g >> 2 : half) + at, source[at]);
+  }
+}
+
+template <class P>
+__device__ __forceinline__ void copy_rows(const Decode& p, const Routes& routes, u32 shared, Turn& turn, Turn& scale_turn,
                                           u64 policy) {
   const int lane = threadIdx.x & 31;
-  const Operand &weight = P::PAIRS ? p.w13 : p.w2, &scale = P::PAIRS ? p.s13 : p.s2;
-  for (Walk<P> walk(routes.blocks); walk.next(); turn.advance(STAGES)) {
-    const int expert = routes.expert[walk.block];
-    const u32 slot = ring + turn.slot * SLOT, done = full + 8 * turn.slot;
-    const int second_expert = P::PAIRS && !MXK_INTERLEAVED ? expert + p.up_expert : expert;
-    const u8 *w = weight.expert(expert), *w_up = weight.expert(second_expert);
-    const u8 *s = scale.expert(expert), *s_up = scale.expert(second_expert);
-    const int rows = walk.count * (P::PAIRS ? 2 : 1);
-    // Row of the matrix for row `half` of unit `u`, in the projection's own terms.
-    const int gate_row = MXK_INTERLEAVED || !P::PAIRS ? 0 : p.gate_row, up_row = MXK_INTERLEAVED ? 1 : p.up_row;
-    constexpr int STEP = P::PAIRS && MXK_INTERLEAVED ? 2 : 1;
-    barrier_wait(empty + 8 * turn.slot, turn.parity ^ 1);
-    if constexpr (MXK_ALIGNED) {
-      const u32 skew = ScalePlace<P>::skew(walk.first);
-      constexpr bool TWO = ScalePlace<P>::TWO;
-      const u32 scale_bytes = round_up(skew + (TWO ? walk.count : rows) * P::GROUPS, 16);
-      if (lane == 0) barrier_arrive_expect(done, rows * P::BYTES + scale_bytes * (TWO ? 2 : 1));
-      __syncwarp();
-      if (P::WHOLE) {
-        if (lane == 1) copy_streamed(slot, w + static_cast<i64>(walk.first) * STEP * P::BYTES, rows * P::BYTES, done, policy);
-      } else
-      for (int i = lane; i < rows; i += 32) {
-        const int unit = P::PAIRS ? i >> 1 : i, half = P::PAIRS ? i & 1 : 0;
-        const int target = P::PAIRS ? P::slot_row(unit >> 3, unit & 7, half) : unit;
-        const i64 row = (half ? up_row : gate_row) + static_cast<i64>(walk.first + unit) * STEP;
-        copy_streamed(slot + target * P::STRIDE, (half ? w_up : w) + row * weight.row_stride, P::BYTES, done, policy);
+  const u32 barriers = shared + AT_BARRIERS;
+  for (Walk<P> walk(routes.blocks); walk.next(); scale_turn.advance(SCALE_STAGES)) {
+    const Source<P> from(p, routes.expert[walk.block]);
+    const u32 scales = shared + AT_SCALES + scale_turn.slot * SCALES;
+    barrier_wait(barriers + AT_SCALES_EMPTY + 8 * scale_turn.slot, scale_turn.parity ^ 1);
+    for (int chunk = 0; chunk < P::CHUNKS; ++chunk, turn.advance(STAGES)) {
+      const u32 slot = shared + turn.slot * SLOT, full = barriers + AT_SLOT_FULL + 8 * turn.slot;
+      const int groups = min(P::CHUNK_GROUPS, P::GROUPS - chunk * P::CHUNK_GROUPS);
+      barrier_wait(barriers + AT_SLOT_EMPTY + 8 * turn.slot, turn.parity ^ 1);
+      if constexpr (MXK_ALIGNED) {
+        if (lane == 0)
+          barrier_arrive_expect(full, walk.count * UNIT * P::STRIDE + (chunk == 0 ? scale_bytes<P>(walk.first, walk.count) : 0));
+        __syncwarp();
+        if (chunk == 0) copy_scales<P>(from, walk.first, walk.count, scales, full, policy);
+        copy_units<P>(from, false, walk.first, walk.count, chunk * P::CHUNK_GROUPS * 4, slot, P::STRIDE, full, policy);
+      } else {
+        copy_slowly<P>(from, walk.first, walk.count, chunk, groups, slot, scales);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(full);
       }
-      if (lane < (TWO ? 2 : 1)) {
-        const i64 row = (lane ? up_row : gate_row) + static_cast<i64>(walk.first) * STEP;
-        copy_streamed(slot + ScalePlace<P>::AREA + lane * P::SCALES, (lane ? s_up : s) + row * P::GROUPS - skew, scale_bytes,
-                      done, policy);
-      }
-    } else {
-      for (int i = 0; i < rows; ++i) {
-        const int unit = P::PAIRS ? i >> 1 : i, half = P::PAIRS ? i & 1 : 0;
-        const int target = P::PAIRS ? P::slot_row(unit >> 3, unit & 7, half) : unit;
-        const i64 row = (half ? up_row : gate_row) + static_cast<i64>(walk.first + unit) * STEP;
-        const u8* from = (half ? w_up : w) + row * weight.row_stride;
-        for (int at = lane; at < P::BYTES; at += 32)
-          asm volatile("st.shared.u8 [%0], %1;" ::"r"(slot + target * P::STRIDE + at), "r"(static_cast<u32>(from[at])) : "memory");
-        from = (half ? s_up : s) + row * scale.row_stride;
-        const u32 place = slot + ScalePlace<P>::at(P::PAIRS ? unit >> 3 : unit >> 4, unit & 7, P::PAIRS ? half : unit >> 3 & 1);
-        for (int at = lane; at < P::GROUPS; at += 32)
-          asm volatile("st.shared.u8 [%0], %1;" ::"r"(place + at), "r"(static_cast<u32>(from[at])) : "memory");
-      }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(done);
     }
   }
 }

@@ -2,9 +2,36 @@
 #pragma once
 #include "decode.cuh"
 
+__device__ __forceinline__ u32 load_shared(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ u32 load_shared_byte(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+__device__ __forceinline__ void store_shared(u32 address, u32 value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_shared_8(u32 address, float low, float high) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(low), "f"(high) : "memory");
+}
+__device__ __forceinline__ void store_shared_byte(u32 address, u32 value) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void max_shared(u32 address, u32 value) {
+  asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+template <int BARRIER, int THREADS_>
+__device__ __forceinline__ void team_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS_) : "memory");
+}
+
 // ---- the routes, by expert
 
-// A column block: up to 8 * NT routes of one expert. route[first .. first + count) are its routes.
+// A column block: up to ROWS routes of one expert. route[first .. first + count) are its routes.
 struct Routes {
   const u16 *expert, *first, *count, *route;  // of column block, of column block, of column block, of position
   const u16* expert_of;                       // of route; NOT_HERE
@@ -71,7 +98,7 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
     for (int i = 0; i < EACH; ++i) {
       const int e = lane * EACH + i;
       mine[i] = e < E ? counts[e] : 0;
-      sum += mine[i] + ((mine[i] + 8 * NT - 1) / (8 * NT) << 16);
+      sum += mine[i] + ((mine[i] + ROWS - 1) / ROWS << 16);
     }
     int before = sum;
 #pragma unroll
@@ -87,10 +114,10 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
       if (mine[i] == 0) continue;
       int row = before & 0xFFFF, block = before >> 16;
       offsets[e] = row;
-      for (int left = mine[i]; left > 0; left -= 8 * NT, row += 8 * NT, ++block) {
+      for (int left = mine[i]; left > 0; left -= ROWS, row += ROWS, ++block) {
         expert[block] = static_cast<u16>(e);
         first[block] = static_cast<u16>(row);
-        count[block] = static_cast<u16>(left < 8 * NT ? left : 8 * NT);
+        count[block] = static_cast<u16>(left < ROWS ? left : ROWS);
       }
       before = (block << 16) + (before & 0xFFFF) + mine[i];
     }
@@ -104,12 +131,12 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
   return {expert, first, count, route, expert_of, weight, *blocks};
 }
 
-// ---- the work of this block: units of all column blocks, a slot's worth at a time, never of two experts
+// ---- the work of this block: units of all column blocks, a tile at a time, never of two column blocks
 
 template <class P>
 struct Walk {
   int left;                     // units of this block
-  int block, first, count = 0;  // of the slot: column block, first unit in its expert, units
+  int block, first, count = 0;  // of the tile: column block, first unit in its expert, units
 
   __device__ explicit Walk(int column_blocks) {
     const u32 total = static_cast<u32>(column_blocks) * P::UNITS;
@@ -124,7 +151,7 @@ struct Walk {
     first += count;
     if (left <= 0) return false;
     if (first == P::UNITS) first = 0, ++block;
-    count = min(min(P::UNITS - first, P::UNITS_A_SLOT), left);
+    count = min(min(P::UNITS - first, TILE_UNITS), left);
     return true;
   }
 };
@@ -136,22 +163,5 @@ struct Turn {  // of a ring
       slot = 0;
       parity ^= 1;
     }
-  }
-};
-
-// Where scales lie in a slot, from the beginning of the first (half 0) or second half: interleaved rows are copied as
-// they are, so a pair is two rows on.
-template <class P>
-struct ScalePlace {
-  static constexpr bool PAIRED = P::PAIRS && MXK_INTERLEAVED, TWO = P::PAIRS && !MXK_INTERLEAVED;
-  static constexpr int AREA = 16 * P::TILES * P::STRIDE;
-  // Distance of the first copied byte from a 16-byte boundary.
-  __device__ static u32 skew(int first) {
-    return MXK_ALIGNED ? (static_cast<u32>(first) * (PAIRED ? 2 : 1) * P::GROUPS) & 15 : 0;
-  }
-  // Row `g` (0..7) of tile `tile`, upper or lower 8 rows of the fragment.
-  __device__ static u32 at(int tile, int g, int half) {
-    if (TWO) return AREA + half * P::SCALES + (8 * tile + g) * P::GROUPS;
-    return AREA + (16 * tile + (PAIRED || P::WHOLE ? 2 * g + half : g + 8 * half)) * P::GROUPS;
   }
 };

@@ -8,78 +8,83 @@
 //   kernel      moe_decode(const __grid_constant__ Decode)
 //   grid        the multiprocessors of the device, one block each, all resident at once: launch cooperatively
 //   block       decode_threads, dynamic shared memory decode_shared bytes: device constants of the module, to be read back
+//   maps        tensor maps of the weights (kernels/cuda/maps.py), with boxes of the sizes that the module names
 //   workspace   h: T * k * I bf16, y: T * k * K fp32 (not with PER_ROUTE), both 16-byte aligned, any content
-//               counters: 256 bytes, zero before their first use and left alone between launches; launches that may
+//               counters: COUNTER_BYTES, zero before their first use and left alone between launches; launches that may
 //               overlap need their own
-//   limits      T * k <= MXK_MAX_ROUTES; K, I multiples of 32. MXK_ALIGNED=1: weight rows on 16-byte boundaries, scale
-//               rows dense and every expert's scales on a 16-byte boundary. MXK_X_ALIGNED=1: rows of x on 16-byte
-//               boundaries. Otherwise 0: same results, slow copies.
+//   limits      T * k <= MXK_MAX_ROUTES; K, I multiples of 32; K up to 15360, for the counters. MXK_ALIGNED=1:
+//               weight rows on 16-byte boundaries, scale rows dense and every expert's scales on a 16-byte boundary.
+//               MXK_X_ALIGNED=1: rows of x on 16-byte boundaries. Otherwise 0: same results, slow copies.
 //   ids         any integer type; outside [experts_min, experts_min + E) adds nothing, duplicates add; nothing is read
 //               by the host
 //
-// Schedule. Bytes should bind, so everything serves the stream of weights. A block owns a contiguous, byte-balanced range
-// of the rows of all touched experts. One warp brings rows by bulk copies into a ring of slots, 16 rows each; when its
-// gate/up rows are issued it goes on with its down rows, while the others wait for the grid-wide barrier between the
-// projections. Groups of WARPS consumer warps take slots in turn, so that one group's waits lie under the other's
-// arithmetic; the warps of a group split the columns: each keeps its part of the activations in registers (the n side of
-// m16n8k16, 8 rows of an expert), unpacks 16 weight rows (the m side) and multiplies. Three more warps add the partial
-// sums in fixed order, apply bias, activation or router weight, and store.
-// A lane reads 16 bytes = 32 codes = one scale group of a row; both operands use the same permutation of k, so nothing
-// is shuffled. Gate row i and up row i sit at rows g and g + 8 of one fragment: the activation needs no exchange.
-// What binds (docs/performance/h200.md): not the bytes but the unpacking, 13 instructions and 4 multiplies for 8 weights on
-// two pipes that take an instruction every other cycle.
+// Schedule. Bytes should bind, so everything serves the stream of weights. A block owns a contiguous, balanced range of the
+// rows of all touched experts, in units of 16, and goes through it in tiles of 64. One warp brings tiles into a ring of
+// slots, a part of the columns each; when its gate/up rows are issued it goes on with its down rows, while the others wait
+// for the grid-wide barrier between the projections. SHARES warpgroups of consumers share the columns of every slot: a
+// warp has 16 rows, turns codes into FP8 in registers, multiplies them by the activations in shared memory, a group of 32
+// columns a WGMMA, and scales the group's sums (decode_multiply.cuh). Activations become FP8 digits once a block and expert
+// (decode_digits.cuh, docs/adr/0010-fp8-digits.md): the first expert's by the consumers, the next ones' ahead of time by three
+// warps. Four warps add the consumers' sums in fixed order, apply bias, activation or router weight, and store; whoever stores
+// the last part of 16 output columns adds up the slots there.
+// Gate row i and up row i meet in one lane: the activation needs no exchange.
+// What binds: docs/performance/h200.md.
+#include "decode_digits.cuh"
 #include "decode_finish.cuh"
 #include "decode_multiply.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid_constant__ Decode p) {
   extern __shared__ __align__(128) u8 memory[];
-  const u32 shared = shared_address(memory);
-  const u32 full = shared + AT_BARRIERS, empty = full + 8 * STAGES;
-  const u32 sums_full = empty + 8 * STAGES, sums_empty = sums_full + 8 * PARTIALS;
+  const u32 shared = shared_address(memory), barriers = shared + AT_BARRIERS;
   let_later_kernels_start();
+  if (threadIdx.x == 64 && MXK_ALIGNED && p.maps == nullptr) {
+    prefetch_map(p.w13_map), prefetch_map(p.w2_map);
+    if (GateUp::PADDED) prefetch_map(p.s13_map);
+    if (Down::PADDED) prefetch_map(p.s2_map);
+  }
   if (threadIdx.x == 32) {
-    for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, W);
-    for (int i = 0; i < PARTIALS; ++i) barrier_init(sums_full + 8 * i, W), barrier_init(sums_empty + 8 * i, 1);
+    for (int i = 0; i < STAGES; ++i)
+      barrier_init(barriers + AT_SLOT_FULL + 8 * i, 1), barrier_init(barriers + AT_SLOT_EMPTY + 8 * i, CONSUMERS);
+    for (int i = 0; i < SCALE_STAGES; ++i) barrier_init(barriers + AT_SCALES_EMPTY + 8 * i, CONSUMERS);
+    for (int i = 0; i < BUFFERS; ++i)
+      barrier_init(barriers + AT_DIGITS_FULL + 8 * i, DIGIT_WARPS), barrier_init(barriers + AT_DIGITS_EMPTY + 8 * i, CONSUMERS);
+    for (int i = 0; i < SUM_STAGES; ++i)
+      barrier_init(barriers + AT_SUMS_FULL + 8 * i, CONSUMERS), barrier_init(barriers + AT_SUMS_EMPTY + 8 * i, EPILOGUE);
     barrier_init_fence();
   }
   wait_for_earlier_kernels();
-  GridBarrier rows_ready(p.counters), routes_ready(p.counters + 32);
+  const GridBarrier rows_ready(p.counters);
   const Routes routes = sort_routes(p, memory);
   const int warp = threadIdx.x >> 5;
   if (warp < HELPERS) {
     give_registers<HELPER_REGISTERS>();
     if (warp == 0) {
-      Turn turn;
+      Turn turn, scales;
       const u64 policy = evict_first();
-      copy_rows<GateUp>(p, routes, shared, full, empty, turn, policy);
-      copy_rows<Down>(p, routes, shared, full, empty, turn, policy);
+      copy_rows<GateUp>(p, routes, shared, turn, scales, policy);
+      copy_rows<Down>(p, routes, shared, turn, scales, policy);
+    } else if (warp <= DIGIT_WARPS) {
+      Turn turn;
+      const u32 thread = threadIdx.x - 32;
+      make_more_digits<GateUp>(p, routes, thread, shared, turn);
+      rows_ready.wait<3, TEAM>(thread);
+      make_more_digits<Down>(p, routes, thread, shared, turn);
     } else {
-      Turn sums;
-      u32 turn = 0;
-      const auto all_done = [] {
-        __threadfence();
-        asm volatile("bar.sync 1, %0;" ::"n"(EPILOGUE * 32) : "memory");
-      };
-      finish_rows<GateUp>(p, routes, warp - 1, shared, sums_full, sums_empty, sums, turn);
-      all_done();
-      if (threadIdx.x == 32) rows_ready.arrive();
-      finish_rows<Down>(p, routes, warp - 1, shared, sums_full, sums_empty, sums, turn);
-      all_done();
-      if (!MXK_PER_ROUTE && threadIdx.x == 32) routes_ready.arrive();
+      Turn turn;
+      const u32 unit = warp - 1 - DIGIT_WARPS;
+      finish_rows<GateUp>(p, routes, unit, shared, turn);
+      team_sync<1, EPILOGUE * 32>();
+      if (unit == 0 && (threadIdx.x & 31) == 0) rows_ready.arrive();  // releases what the others wrote before the sync
+      finish_rows<Down>(p, routes, unit, shared, turn);
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();
-    Turn turn, sums;
-    const int group = (warp - HELPERS) / W, part = (warp - HELPERS) % W;
     const u32 thread = threadIdx.x - HELPERS * 32;
-    int next_group = 0;
-    if (MXK_PER_ROUTE) clear_absent(p, routes, thread, CONSUMERS * 32);
-    multiply_rows<GateUp>(p, routes, group, part, shared, full, empty, sums_full, sums_empty, turn, sums, next_group);
-    rows_ready.wait();
-    multiply_rows<Down>(p, routes, group, part, shared, full, empty, sums_full, sums_empty, turn, sums, next_group);
-    if (!MXK_PER_ROUTE) {
-      routes_ready.wait();
-      sum_slots(p, routes, thread, CONSUMERS * 32);
-    }
+    const int share = (warp - HELPERS) / 4;
+    ConsumerTurns turn;
+    clear_absent(p, routes, thread, CONSUMERS * 32);
+    multiply_rows<GateUp>(p, routes, share, warp % 4, shared, turn);
+    rows_ready.wait<2, CONSUMERS * 32>(thread);
+    multiply_rows<Down>(p, routes, share, warp % 4, shared, turn);
   }
 }

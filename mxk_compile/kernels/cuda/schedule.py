@@ -12,15 +12,13 @@ import math
 
 from mxk_compile.errors import SettingsError
 from mxk_compile.kernels.cuda.build import cache_folder, write_whole
+from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, tile_sizes
 from mxk_compile.settings import settings
 
 DECODE_ROUTES = (64, 256, 1024)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
 _SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of moe_decode.cu
-_TILE_SIZES = range(16, 177, 16)  # of the prefill kernel
-_LARGEST = 128  # of tiles that are chosen for calls
-_MOST_SIZES = 4
-_DECODE_NAMES = ("warps", "groups", "stages", "tiles13", "tiles2", "column_tiles", "max_routes")
+_DECODE_NAMES = ("groups", "column_tiles", "chunk", "stages", "buffers", "max_routes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +82,9 @@ class Schedule:
         kernel, _, rest = text.partition(":")
         if kernel == "prefill":
             sizes = tuple(int(size) for size in rest.split("/"))
-            if not sizes or len(sizes) > _MOST_SIZES or sorted(set(sizes)) != list(sizes):
+            if not sizes or len(sizes) > MOST_SIZES or sorted(set(sizes)) != list(sizes):
                 raise ValueError(text)
-            if any(size not in _TILE_SIZES for size in sizes):
+            if any(size not in TILE_SIZES for size in sizes):
                 raise ValueError(text)
             return cls("prefill", sizes=sizes)
         pairs = [part.split("=") for part in rest.split(",") if part]
@@ -98,93 +96,70 @@ class Schedule:
 def heuristic(problem: Problem) -> Schedule:
     """The schedule for a problem nobody tuned: a pure function.
 
-    The decode kernel unpacks an expert's bytes again for every eight of its rows: with more rows, prefill.
+    The decode kernel streams an expert's bytes again for every `4 * column_tiles` of its rows: with more rows, prefill.
     """
     rows = problem.rows_per_expert
-    if problem.weight_format != "mxfp4":
-        return Schedule("prefill", sizes=prefill_sizes(rows))
-    if rows <= _DECODE_ROWS or (rows <= _COLUMNS and problem.num_tokens <= _DECODE_TOKENS):
-        for split in DECODE_SPLITS:
-            macros = decode_macros(problem, split)
+    if problem.weight_format == "mxfp4" and (rows <= _DECODE_ROWS or _few(problem)):
+        for column_tiles in (1, 2) if rows <= _ONE_TILE_ROWS else (2, 1):
+            macros = decode_macros(problem, _GROUPS, column_tiles)
             if macros is not None:
                 return Schedule("decode", macros)
     return Schedule("prefill", sizes=prefill_sizes(rows))
 
 
-_COLUMNS = 8  # rows of an expert that the decode kernel takes at once
-_DECODE_ROWS = 4  # mean of an expert; nearly all have at most eight then
-_DECODE_TOKENS = (
-    32  # up to here experts are likelier to have fewer rows than the mean: where not all routes are local
-)
-DECODE_SPLITS = ((6, 2, 4), (4, 2, 8), (8, 1, 7), (12, 1, 4))
-"""Warps and groups of the decode kernel, the faster ones first (docs/performance/h200.md), and how many steps of 128
-columns a warp's registers hold: 16 registers each, beside about 80 for the rest."""
+DECODE_SPLITS = ((2, 1), (3, 1), (2, 2), (3, 2))
+"""Warpgroups of the decode kernel, and rows of an expert that it takes at once, in fours."""
+_ONE_TILE_ROWS = 2.5  # mean of an expert, up to which streaming the few with more than four twice costs less
+_DECODE_ROWS = 4  # few have more than eight
+_GROUPS = 2  # the faster number of warpgroups on all shapes measured
+_MOST_HIDDEN = 15360  # the decode kernel counts output columns
 
 
-def decode_macros(problem: Problem, split: tuple[int, int, int]) -> tuple[tuple[str, int], ...] | None:
-    """Macros of the decode kernel with one of `DECODE_SPLITS`; None if registers or shared memory do not hold it."""
-    warps, groups, held = split
+def _few(problem: Problem) -> bool:
+    """Whether experts are likelier to have fewer rows than the mean, as where not all routes are local."""
+    return problem.rows_per_expert <= 8 and problem.num_tokens <= 32
+
+
+def decode_macros(problem: Problem, groups: int, column_tiles: int) -> tuple[tuple[str, int], ...] | None:
+    """Macros of the decode kernel for `4 * column_tiles` rows of an expert at once; None if it cannot hold them."""
     routes = problem.num_tokens * problem.top_k
     room = next((size for size in DECODE_ROUTES if routes <= size), None)
-    steps = -(-max(problem.hidden_size, problem.intermediate_size) // 128)
-    if room is None or -(-steps // warps) > held:
+    if room is None or problem.hidden_size > _MOST_HIDDEN:
         return None
-    # A slot of the ring holds 16 rows of w13, or as many more of w2 as they are shorter. The room for routes is not
-    # looked at, so that the ring is the same for every number of tokens.
-    shorter = min(3, _decode_slot(problem.hidden_size, 1) // _decode_slot(problem.intermediate_size, 1))
-    rings = [
-        (stages * tiles2, stages, tiles2)
-        for stages in ((4, 3, 2) if groups == 1 else (4, 2))
-        for tiles2 in range(1, max(1, shorter) + 1)
-        if _decode_shared(problem, warps, groups, stages, tiles2, DECODE_ROUTES[-1]) <= _SHARED_BYTES
-    ]
-    if not rings:
+    if _decode_shared(problem, groups, column_tiles, room) > _SHARED_BYTES:
         return None
-    _, stages, tiles2 = max(rings)
-    ring = ("stages", stages), ("tiles2", tiles2)
-    return ("warps", warps), ("groups", groups), *ring, ("max_routes", room)
+    return ("groups", groups), ("column_tiles", column_tiles), ("max_routes", room)
 
 
-def _up(value: int, step: int) -> int:
-    return -(-value // step) * step
+def _decode_shared(problem: Problem, groups: int, column_tiles: int, max_routes: int) -> int:
+    """Bytes of shared memory that moe_decode.cu needs, at most: one buffer of activations, the shortest ring."""
+    slot = digits = scales = 0
+    for size in (problem.hidden_size, problem.intermediate_size):
+        columns = size // 32  # in groups that share a scale
+        batch = _decode_batch(columns, groups, column_tiles)
+        batches = -(-columns // batch)
+        chunk = -(-batches // -(-columns // 32)) * batch
+        slot = max(slot, 64 * 16 * (chunk | 1))
+        digits = max(digits, batches * batch * 256 * column_tiles)
+        scales = max(scales, 64 * (columns + 16))
+    sums = 2 * groups * 4 * 256 * column_tiles
+    lists = 8 * problem.num_experts + 16 * max_routes + 1024
+    return 2 * slot + digits + 2 * scales + sums + lists
 
 
-def _decode_slot(columns: int, tiles: int) -> int:
-    """Bytes of `tiles` times 16 rows in a slot of the ring, at most: where rows are copied one by one."""
-    row = columns // 2
-    stride = row // 128 * 128 + (64 if row % 128 <= 64 else 192)
-    return _up(16 * tiles * stride + 2 * (_up(8 * tiles * (columns // 32), 16) + 32), 128)
-
-
-def _decode_shared(
-    problem: Problem, warps: int, groups: int, stages: int, tiles2: int, max_routes: int
-) -> int:
-    """Bytes of shared memory of moe_decode.cu, at most."""
-    slot = max(_decode_slot(problem.hidden_size, 1), _decode_slot(problem.intermediate_size, tiles2))
-    buffers = 6 if groups == 2 else 3
-    partials = buffers * tiles2 * warps * 512
-    lists = _up(16 * (stages + buffers), 16) + 2 * _up(4 * problem.num_experts, 16) + 16 * max_routes
-    return _up(stages * slot + partials + lists + 16, 128)
+def _decode_batch(columns: int, groups: int, column_tiles: int) -> int:
+    """`batch_of` of decode.cuh."""
+    most = 4 if column_tiles > 1 else 6
+    if columns <= most:
+        return columns
+    sizes = [size for size in range(most, 3, -1) if columns % size == 0]
+    even = [size for size in sizes if columns // size % groups == 0]
+    return (even or sizes or [4])[0]
 
 
 def prefill_sizes(rows: float) -> tuple[int, ...]:
-    """Tile sizes for experts with about this many rows: what even divisions of likely counts come to."""
-    spread = 2 * math.sqrt(rows)
-    found = set()
-    for count in range(max(1, int(rows - spread)), int(rows + spread) + 17, 16):
-        padded = -(-count // 16) * 16
-        tiles = -(-padded // _LARGEST)
-        found.add(-(-padded // (16 * tiles)) * 16)
-    # The largest must be there: it sets the number of tiles. Few launches: of the others, what lies highest.
-    sizes = sorted(found)[-3:]
-    if rows > _LARGEST / 2 and sizes[-1] != _LARGEST:
-        sizes = [*sizes[-2:], _LARGEST]
-    return tuple(sizes)
-
-
-def project_sizes(rows: float) -> tuple[int, ...]:
-    """Tile sizes of a projection for experts with about this many rows."""
-    return prefill_sizes(rows)
+    """Tile sizes for experts with about this many rows."""
+    return tile_sizes(rows)
 
 
 @functools.lru_cache(maxsize=4096)

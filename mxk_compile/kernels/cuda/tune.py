@@ -106,12 +106,12 @@ def candidates(problem: Problem) -> Iterator[Schedule]:
     """Schedules worth timing for a problem, without repetition; the untuned one comes first."""
     rows = problem.rows_per_expert
     found = [heuristic(problem)]
-    for split in DECODE_SPLITS:
-        macros = decode_macros(problem, split)
+    for split in DECODE_SPLITS if problem.weight_format == "mxfp4" else ():
+        macros = decode_macros(problem, *split)
         if macros is not None:
             found.append(Schedule("decode", macros))
     if rows >= 4:
-        for sizes in (prefill_sizes(rows), (128,), (32, 128), (64, 128), (32, 64, 96, 128), (16, 32)):
+        for sizes in (prefill_sizes(rows), (128,), (176,), (96, 176), (128, 176), (64, 128), (32,), (16, 32)):
             found.append(Schedule("prefill", sizes=sizes))
     yield from dict.fromkeys(found)
 

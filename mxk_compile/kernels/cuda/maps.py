@@ -1,0 +1,71 @@
+"""Tensor maps of a layer's weights: what the bulk copies of the decode kernel take their boxes from."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from mxk_compile.kernels.cuda.driver import ask, persistent
+from mxk_compile.kernels.cuda.operands import Operand
+
+MAP_BYTES = 128  # of a CUtensorMap
+_WORD = 4  # bytes of the elements that the maps are told of: a box takes up to 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A weight argument as matrices of bytes, one an expert, and the boxes that are copied of them.
+
+    Attributes:
+        operand: whose rows start on 16 bytes.
+        experts, rows, row_bytes: its sizes.
+        box_rows, box_bytes: of a box; what lies beyond a matrix reads as zeros. No bytes: nothing is copied.
+    """
+
+    operand: Operand
+    experts: int
+    rows: int
+    row_bytes: int
+    box_rows: int
+    box_bytes: int
+
+    def encode(self, address: int, experts: int) -> bytes:
+        """The map of `experts` matrices from `address` on."""
+        if self.box_bytes == 0:
+            return bytes(MAP_BYTES)
+        from cuda.bindings import driver
+
+        _, _, expert_stride, row_stride = self.operand.fields
+        if experts == 1:  # a stride that is not used must be valid all the same
+            expert_stride = self.rows * row_stride
+        sizes = (self.row_bytes // _WORD, self.rows, experts)
+        encoded = driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT32,
+            len(sizes),
+            address,
+            [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(stride) for stride in (row_stride, expert_stride)],
+            [driver.cuuint32_t(size) for size in (self.box_bytes // _WORD, self.box_rows, 1)],
+            [driver.cuuint32_t(1)] * len(sizes),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        return ctypes.string_at(ask(encoded).getPtr(), MAP_BYTES)
+
+
+def encode(matrices: tuple[Matrix, ...], device: int) -> tuple[bytes, Tensor | None]:
+    """Maps of all matrices: side by side for stacks, or with lists a table [experts, matrices, map] on the device."""
+    if not any(matrix.operand.fields[1] for matrix in matrices):
+        return b"".join(matrix.encode(matrix.operand.fields[0], matrix.experts) for matrix in matrices), None
+    addresses = [matrix.operand.kept[-1].tolist() for matrix in matrices]
+    maps = bytearray()
+    for expert in range(max(map(len, addresses))):
+        for matrix, of in zip(matrices, addresses, strict=True):
+            maps += matrix.encode(of[expert], 1) if expert < len(of) else bytes(MAP_BYTES)
+    table = torch.frombuffer(maps, dtype=torch.uint8)
+    return bytes(MAP_BYTES * len(matrices)), persistent(lambda: table.to(f"cuda:{device}"), device)
