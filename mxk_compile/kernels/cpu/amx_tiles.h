@@ -97,15 +97,18 @@ inline void tiles_begin() {
 // Back to the initial state: what a thread holds in tiles is saved in each context switch.
 inline void tiles_end() { asm volatile("tilerelease"); }
 
+// What loads and stores touch is said byte for byte: with "memory" in its place, all that unpacking holds would be read anew
+// after each of them.
+using TileBytes = uint8_t[kTileBytes];
 template <int T>
 inline void tile_zero() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
 template <int T>
 inline void tile_load(const void* at) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(64L), "i"(T) : "memory");
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(64L), "i"(T), "m"(*static_cast<const TileBytes*>(at)));
 }
 template <int T>
 inline void tile_store(void* at) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(at), "r"(64L), "i"(T) : "memory");
+  asm volatile("tilestored %%tmm%c3, (%1,%2,1)" : "=m"(*static_cast<TileBytes*>(at)) : "r"(at), "r"(64L), "i"(T));
 }
 // C[16][16] fp32 += A[16][32] bf16 x B[16 pairs][16][2] bf16.
 template <int C, int A, int B>
