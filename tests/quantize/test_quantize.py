@@ -515,6 +515,19 @@ def test_targets_that_are_refused(
         quantize(sources["gpt-oss"], tmp_path / "out", "int4-g32")
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*arguments: Any, **more: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "out.partial"))
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    with pytest.raises(
+        CheckpointError, match="out.partial: Permission denied; allowed: files that can be written; "
+    ):
+        quantize(sources["qwen"], tmp_path / "out", "mxfp4")
+
+
 def test_linked_source_files_are_read(sources: dict[str, Path], tmp_path: Path) -> None:
     source = tmp_path / "hub"
     source.mkdir()
