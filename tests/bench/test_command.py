@@ -29,7 +29,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         small = dataclasses.replace(row, hidden_size=64, intermediate_size=32, num_experts=8)
         monkeypatch.setitem(VARIANTS, name, small)
     monkeypatch.setattr(cases, "cache_bytes", lambda device: 1 << 10)
-    monkeypatch.setattr(timing, "_PROBE_SECONDS", 0.0)
     monkeypatch.setattr(timing, "_PROBE_SECONDS", 0.001)
 
 
