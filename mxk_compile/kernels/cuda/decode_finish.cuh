@@ -13,6 +13,7 @@ __device__ __forceinline__ void sum_if_last(const Decode& p, const Routes& route
   if (lane == 0)
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   if (__shfl_sync(~0u, before, 0) != static_cast<u32>(routes.blocks) - 1) return;
+  __syncwarp();  // what the first lane acquired, for all
   if (lane == 0) *counter = 0;  // as the next launch wants it
   constexpr int SLOTS = lesser(TOP_K, 4), TOKENS = 2;  // in flight
   const int at = first + lane % 4 * 4;

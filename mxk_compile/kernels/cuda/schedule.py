@@ -109,7 +109,7 @@ def heuristic(problem: Problem) -> Schedule:
 
 DECODE_SPLITS = ((2, 1), (3, 1), (2, 2), (3, 2))
 """Warpgroups of the decode kernel, and rows of an expert that it takes at once, in fours."""
-_ONE_TILE_ROWS = 2.5  # mean of an expert, up to which streaming the few with more than four twice costs less
+_ONE_TILE_ROWS = 3  # mean of an expert, up to which streaming the few with more than four twice costs less
 _DECODE_ROWS = 4  # few have more than eight
 _GROUPS = 2  # the faster number of warpgroups on all shapes measured
 _MOST_HIDDEN = 15360  # the decode kernel counts output columns
@@ -117,7 +117,7 @@ _MOST_HIDDEN = 15360  # the decode kernel counts output columns
 
 def _few(problem: Problem) -> bool:
     """Whether experts are likelier to have fewer rows than the mean, as where not all routes are local."""
-    return problem.rows_per_expert <= 8 and problem.num_tokens <= 32
+    return problem.rows_per_expert <= 6 and problem.num_tokens <= 32
 
 
 def decode_macros(problem: Problem, groups: int, column_tiles: int) -> tuple[tuple[str, int], ...] | None:
