@@ -335,7 +335,7 @@ void join(const MatrixCall& call, int tile, const MatrixScratch& scratch, float 
 }
 
 // Crossovers: measured (docs/performance/cpu.md).
-constexpr MatrixUnit kUnit = {{5, 10, 10}, tiles_begin, tiles_end, pack, multiply, activate, tiny, join};
+constexpr MatrixUnit kUnit = {{5, 7, 7}, tiles_begin, tiles_end, pack, multiply, activate, tiny, join};
 
 }  // namespace
 
