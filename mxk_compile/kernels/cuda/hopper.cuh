@@ -66,10 +66,6 @@ __device__ __forceinline__ void store_shared_4(u32 address, u32 value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void prefetch_l2(const u8* pointer) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer));
-}
-
 // ---- mbarrier and bulk copy
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
