@@ -5,7 +5,7 @@
 // intermediate is two columns of 8 significant bits each: products are exact, sums fp32.
 // Rows are unpacked into A tiles (amx_unpack.h) a chunk of 4 groups ahead, a few after each product: products take 16 cycles
 // and the unpacking hides behind them. Two chunks of A tiles, 16 KiB, are what the first cache bears beside rows and B.
-// Sums stay in tile registers for the whole row: 2 tiles of rows times up to 3 strips, or one tile times up to 6. More
+// Sums stay in tile registers for the whole row: one tile of rows times up to 6 strips, or with MXFP4 2 times up to 3. More
 // strips unpack the rows again, which costs less than sums that pass through memory.
 // Every sum adds up the groups in order, whatever the shape: a result depends on its row and vector only.
 #include "tile.h"
