@@ -1,0 +1,161 @@
+// What the parts of prefill.cu share: sizes, the ring of stages, and which weight rows a tile is made of.
+#pragma once
+#include "formats.cuh"
+
+constexpr int BLOCK = 64;                 // columns of a block: 128 bytes of bf16, the swizzle's span
+constexpr int BLOCK_BYTES = 2 * BLOCK;    // of a row
+#ifndef MXK_TOKENS
+#define MXK_TOKENS 128
+#endif
+#ifndef MXK_SCALE_ALIGNMENT
+#define MXK_SCALE_ALIGNMENT 1  // of rows of scales, in bytes
+#endif
+#ifndef MXK_PROJECT
+#define MXK_PROJECT 0
+#endif
+constexpr int TOKENS = MXK_TOKENS;        // of a tile: wgmma's N, 16..176 in steps of 16
+constexpr int ROWS = 256;                 // weight rows of a tile
+constexpr int PACKED_BYTES = BLOCK / 2;   // of a block of one weight row
+// Blocks of a stage: 128 bytes of a row, a line of L2, where bytes bind; 64 where activations need the room.
+constexpr int SPAN = TOKENS <= 64 ? 4 : 2;
+// Steps of 16 columns whose products are started at once: fewer waits, but more registers for fragments.
+constexpr int GROUP_STEPS = TOKENS <= 128 ? 2 : 1;
+constexpr int SPAN_BYTES = SPAN * PACKED_BYTES;
+constexpr int TOKEN_BYTES = TOKENS * BLOCK_BYTES;  // of one block
+constexpr int WEIGHTS = SPAN * TOKEN_BYTES;        // where they lie in a stage
+// Scales of groups of 32 that fit pass through shared memory; the others are read where they are used.
+constexpr bool STAGED = GROUP_LOG == 5 && SCALE_BYTES <= 2 && !MXK_ZEROS;
+constexpr int SCALES = WEIGHTS + ROWS * SPAN_BYTES;
+constexpr int ROW_SCALES = STAGED ? 2 * SPAN * SCALE_BYTES : 0;  // bytes of a row and stage: 4 to 16
+constexpr int STAGE_BYTES = (SCALES + ROWS * ROW_SCALES + 1023) / 1024 * 1024;
+// Few tokens leave registers for a second block, whose unpacking fills the first's waits.
+constexpr int BLOCKS = STAGED && TOKENS <= 32 ? 2 : 1;  // of a multiprocessor
+constexpr int RING_BYTES = 222 * 1024 / BLOCKS - 1024;
+constexpr int STAGES = RING_BYTES / STAGE_BYTES < 8 ? RING_BYTES / STAGE_BYTES : 8;
+constexpr int COPIERS = 64;               // threads that copy weights
+constexpr int SCALERS = STAGED ? 32 : 0;  // threads that copy scales
+// Tiles whose lists are in use: the producers may be a tile a stage ahead, and both warpgroups at the end of one.
+constexpr int LISTS = STAGES + 2;
+constexpr int PRODUCERS = 128;
+constexpr int THREADS = PRODUCERS + 256;  // and two warpgroups of consumers
+constexpr int CONSUMER_WARPS = 8;
+// Together at most what a block starts with, THREADS times 80 or 168, or setmaxnreg waits for ever.
+constexpr int PRODUCER_REGISTERS = BLOCKS == 2 ? 48 : TOKENS <= 144 ? 56 : 40;
+constexpr int CONSUMER_REGISTERS = BLOCKS == 2 ? 96 : TOKENS <= 144 ? 224 : 232;
+static_assert(PRODUCER_REGISTERS * PRODUCERS + CONSUMER_REGISTERS * 256 <= (BLOCKS == 2 ? 80 : 168) * THREADS);
+
+enum Product { GATE_UP, DOWN, PROJECT };
+
+struct Gemm {
+  Operand weight, scale, zero, bias;
+  const u8* rows;      // activations, in blocks
+  u8* out;             // gate_up: H in blocks; down: Y [rows][outputs] fp32; project: bf16, rows out_stride apart
+  const int4* tiles;   // {expert, first row, rows, -}, rows <= TOKENS a multiple of 16
+  const i32* num_tiles;
+  const i32* target;   // project: row of out for each row, -1 for none
+  i64 out_stride;      // elements
+  i32 total_rows;      // of the blocked buffers
+  i32 blocks;          // of the input columns, rounded up
+  i32 columns;         // K, or I
+  i32 outputs;         // gate_up: I; down: K; project: N
+  i32 row_step, gate_row, up_row, up_expert;  // row of output i: gate i * row_step + gate_row, up of expert + up_expert
+  i32 bias_dtype, activation;
+  float alpha, limit;
+  i32 chained;  // whether the launch before is the same product for other tiles, which this one need not wait for
+  i32 wide;     // project: whether out takes 16-byte stores
+};
+
+// What the consumers of a tile want to know at its end, from the producers.
+struct List {
+  int4 tile;
+  i32 target[TOKENS];
+};
+
+__device__ __forceinline__ u64 operand_descriptor(u32 address) {  // K-major, 128-byte swizzle, 8 rows = 1024 bytes
+  return (static_cast<u64>(1) << 62) | (static_cast<u64>(1024 >> 4) << 32) | (static_cast<u64>(1) << 16) |
+         ((address & 0x3FFFF) >> 4);
+}
+
+// Scales of one block of a lane's four weight rows: both units, and rows g and g + 8 (gate and up) of a fragment.
+struct Scales {
+  Scale of[2][2];
+};
+
+struct ScaleRows {  // where the lane reads those that are not staged
+  const u8* first[2];
+  const u8* zeros[2];
+  i32 unit, zero_unit;  // from the first unit's to the second's, bytes
+  i32 columns[2];       // of a unit, none for a row beyond the matrix
+
+  __device__ __forceinline__ void load(Scales& scales, int block, int quarter) const {
+    if constexpr (STAGED) return;
+    const int column = BLOCK * block + 16 * quarter;
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        scales.of[u][half] = load_scale(first[half] + u * unit, zeros[half] + u * zero_unit,
+                                        GROUP_LOG == 31 ? 0 : column >> GROUP_LOG, column < columns[u]);
+    }
+  }
+};
+
+struct Ring {
+  u32 data, full, empty;  // shared addresses
+  u32 stage = 0, parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void skip(u32 count) {
+    stage += count;
+    parity ^= stage / STAGES & 1;
+    stage %= STAGES;
+  }
+  __device__ __forceinline__ u32 here() const { return data + stage * STAGE_BYTES; }
+  __device__ __forceinline__ u32 filled() const { return full + 8 * stage; }
+  __device__ __forceinline__ u32 emptied() const { return empty + 8 * stage; }
+};
+
+// A stage's pieces of a row, one a block, are turned so that eight rows at once hit no bank twice.
+__device__ __forceinline__ u32 turn_of(int slot) { return SPAN == 4 ? slot % 4 : slot / 2 % 2; }
+
+// Where a lane reads in a stage.
+struct Lane {
+  u32 weights, scales, selector;
+  __device__ __forceinline__ Lane(int slot, int quarter) {
+    weights = WEIGHTS + slot * SPAN_BYTES + turn_of(slot) * PACKED_BYTES + 8 * quarter;
+    scales = SCALES + slot * ROW_SCALES;
+    selector = quarter < 2 ? IS_MXFP4 ? 0x4440 : 0x1010 : IS_MXFP4 ? 0x4441 : 0x3232;
+  }
+};
+
+// Which weight rows a fragment's rows g and g + 8 (half 0 and 1) of a warp in `unit` are.
+//   gate_up   of a block of 64 outputs those whose permuted places are neighbours (see above); halves are gate and up
+//   down      16 neighbouring rows a fragment
+//   project   so that a lane of four ends up with 8 neighbouring outputs of a token: 16 bytes
+template <Product PRODUCT>
+struct Tile {
+  static constexpr int OUTPUTS = PRODUCT == GATE_UP ? ROWS / 2 : ROWS;
+  static constexpr int GROUP = OUTPUTS / 2;  // of a warpgroup
+  static constexpr int UNIT = PRODUCT == GATE_UP ? 8 : PRODUCT == DOWN ? 64 : 4;
+  static constexpr int WARP = PRODUCT == GATE_UP ? 1 : PRODUCT == DOWN ? 16 : 32;
+  static constexpr int HALF = PRODUCT == DOWN ? 8 : 2;
+
+  __device__ static int rows_of(const Gemm& p) { return (p.outputs + OUTPUTS - 1) / OUTPUTS; }
+  // From the output of row g in the first warp, unit and warpgroup.
+  __device__ static constexpr int distance(int group, int unit, int warp) {
+    return GROUP * group + UNIT * unit + WARP * warp;
+  }
+  __device__ static int first_output(int row_tile, int g) {
+    return row_tile * OUTPUTS +
+           (PRODUCT == GATE_UP ? 16 * (g / 2) + 4 * (g % 2) : PRODUCT == DOWN ? g : 8 * (g / 2) + g % 2);
+  }
+  __device__ static i64 row(const Gemm& p, int output, int half) {
+    if (PRODUCT != GATE_UP) return output + HALF * half;
+    return static_cast<i64>(output) * p.row_step + (half ? p.up_row : p.gate_row);
+  }
+  __device__ static int expert(const Gemm& p, int expert, int half) {
+    return PRODUCT == GATE_UP && half ? expert + p.up_expert : expert;
+  }
+  __device__ static int row_step(const Gemm& p) { return PRODUCT == GATE_UP ? p.row_step : 1; }
+};

@@ -1,0 +1,155 @@
+// prefill.cu's producers: activations, packed weights and scales of a tile into the ring.
+#pragma once
+#include "prefill.cuh"
+
+// Activations of a tile, by one thread.
+__device__ __forceinline__ void feed_tokens(const Gemm& p, const int4& tile, Ring ring) {
+  const u8* from = p.rows + static_cast<i64>(tile.y) * BLOCK_BYTES;
+  const i64 step = static_cast<i64>(p.total_rows) * BLOCK_BYTES;
+  for (int block = 0; block < p.blocks; block += SPAN) {
+    const int count = min(SPAN, p.blocks - block);
+    barrier_wait(ring.emptied(), ring.parity);
+    barrier_arrive_expect(ring.filled(), count * TOKEN_BYTES);
+    for (int i = 0; i < count; ++i, from += step)
+      bulk_copy(ring.here() + i * TOKEN_BYTES, from, TOKEN_BYTES, ring.filled());
+    ring.next();
+  }
+}
+
+// Targets of a tile's rows, by a warp, which asks for them a tile ahead.
+struct Targets {
+  static constexpr int EACH = (TOKENS + 31) / 32;
+  i32 of[EACH];
+
+  __device__ __forceinline__ void load(const Gemm& p, const int4& tile, int lane) {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) of[i] = 32 * i + lane < tile.z ? p.target[tile.y + 32 * i + lane] : -1;
+  }
+  __device__ __forceinline__ void store(List& list, int lane) const {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+      if (32 * i + lane < TOKENS) list.target[32 * i + lane] = of[i];
+  }
+};
+
+// Packed rows of a tile, by COPIERS threads: 2 * SPAN of them copy what a stage has of a row.
+template <Product PRODUCT>
+__device__ __forceinline__ void feed_weights(const Gemm& p, const int4& tile, int row_tile, int t, Ring ring) {
+  using Rows = Tile<PRODUCT>;
+  constexpr int CHUNKS = 2 * SPAN, HALVES = COPIERS / 8 / CHUNKS;  // of a row; halves that are copied at once
+  const int chunk = t % CHUNKS, g = t / CHUNKS % 8, half = t / (8 * CHUNKS);
+  const int output = Rows::first_output(row_tile, g);
+  const i64 stride = p.weight.row_stride * Rows::row_step(p);
+  const u8* from[2 / HALVES];
+#pragma unroll
+  for (int i = 0; i < 2 / HALVES; ++i) {
+    const int h = HALVES == 2 ? half : i;
+    from[i] = p.weight.expert(Rows::expert(p, tile.x, h)) + Rows::row(p, output, h) * p.weight.row_stride + 16 * chunk;
+  }
+  const int rest = p.outputs - output;
+  const u32 to = WEIGHTS + (32 * half + g) * SPAN_BYTES + ((chunk / 2) ^ turn_of(g)) * PACKED_BYTES + chunk % 2 * 16;
+  int columns = p.columns - 32 * chunk;
+  for (int block = 0; block < p.blocks; block += SPAN) {
+    barrier_wait(ring.emptied(), ring.parity);
+    const u32 target = ring.here() + to;
+    const int limit = columns > 0 ? rest : 0;
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+#pragma unroll 1
+      for (int unit = 0; unit < 2; ++unit) {
+#pragma unroll
+        for (int i = 0; i < 2 / HALVES; ++i) {
+          const u8* row = from[i] + Rows::distance(group, 0, 0) * stride;
+          if (unit) row += Rows::UNIT * stride;
+#pragma unroll
+          for (int warp = 0; warp < 4; ++warp, row += Rows::WARP * stride)
+            copy_16(target + (128 * group + 64 * unit + 32 * i + 8 * warp) * SPAN_BYTES, row,
+                    Rows::distance(group, 0, warp) + Rows::UNIT * unit < limit ? 16 : 0);
+        }
+      }
+    }
+    barrier_arrive_after_copies(ring.filled());
+#pragma unroll
+    for (int i = 0; i < 2 / HALVES; ++i) from[i] += SPAN_BYTES;
+    columns -= SPAN * BLOCK;
+    ring.next();
+  }
+}
+
+// Scales of a tile, by SCALERS threads: eight rows each.
+template <Product PRODUCT>
+__device__ __forceinline__ void feed_scales(const Gemm& p, const int4& tile, int row_tile, int t, Ring ring) {
+  using Rows = Tile<PRODUCT>;
+  const int g = t % 8, warp = t / 8;
+  const int output = Rows::first_output(row_tile, g) + Rows::WARP * warp;
+  i32 stride = static_cast<i32>(p.scale.row_stride) * Rows::row_step(p);
+  const u8* from[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    from[half] = p.scale.expert(Rows::expert(p, tile.x, half)) + Rows::row(p, output, half) * p.scale.row_stride;
+  const int rest = p.outputs - output;
+  const u32 to = SCALES + (8 * warp + g) * ROW_SCALES;
+  int groups = (p.columns + 31) / 32;
+  if constexpr (MXK_SCALE_ALIGNMENT >= 4) {
+    constexpr int SIZE = MXK_SCALE_ALIGNMENT < ROW_SCALES ? MXK_SCALE_ALIGNMENT : STAGED ? ROW_SCALES : 4;
+    for (int block = 0; block < p.blocks; block += SPAN) {
+      barrier_wait(ring.emptied(), ring.parity);
+      const u32 target = ring.here() + to;
+#pragma unroll 1
+      for (int j = 0; j < 4; ++j) {  // group and unit
+        const int away = Rows::GROUP * (j / 2) + Rows::UNIT * (j % 2);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int at = 0; at < ROW_SCALES; at += SIZE) {
+            const int left = groups * SCALE_BYTES - at;
+            copy_small<SIZE>(target + (64 * j + 32 * half) * ROW_SCALES + at, from[half] + away * stride + at,
+                             away < rest ? max(0, min(SIZE, left)) : 0);
+          }
+        }
+      }
+      barrier_arrive_after_copies(ring.filled());
+      from[0] += ROW_SCALES, from[1] += ROW_SCALES, groups -= 2 * SPAN;
+      ring.next();
+    }
+  } else {
+    // Too narrow for copies: through registers, a stage ahead.
+    constexpr int PART = MXK_SCALE_ALIGNMENT == 2 ? 2 : 1;
+    u32 next[4][2][STAGED ? ROW_SCALES / 4 : 1];
+    const auto load = [&] {
+      asm volatile("" : "+r"(stride));  // else the compiler keeps all addresses, and spills them
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int away = Rows::distance(j / 2, j % 2, 0);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int at = 0; at < ROW_SCALES; at += PART) {
+            u32 value = 0;
+            if (away < rest && at < groups * SCALE_BYTES) {
+              const u8* source = from[half] + away * stride + at;
+              value = PART == 2 ? __ldg(reinterpret_cast<const u16*>(source)) : __ldg(source);
+            }
+            u32& word = next[j][half][at / 4];
+            word = at % 4 == 0 ? value : word | value << (8 * (at % 4));
+          }
+        }
+      }
+      from[0] += ROW_SCALES, from[1] += ROW_SCALES, groups -= 2 * SPAN;
+    };
+    load();
+    for (int block = 0; block < p.blocks; block += SPAN) {
+      barrier_wait(ring.emptied(), ring.parity);
+      const u32 target = ring.here() + to;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+#pragma unroll
+        for (int word = 0; word < ROW_SCALES / 4; ++word)
+          store_shared_4(target + 32 * i * ROW_SCALES + 4 * word, next[i / 2][i % 2][word]);
+      }
+      barrier_arrive(ring.filled());
+      load();
+      ring.next();
+    }
+  }
+}

@@ -1,0 +1,99 @@
+// prefill.cu's consumers: packed weights to fragments, and the products of a tile's columns.
+#pragma once
+#include "prefill.cuh"
+#include "wgmma.cuh"
+
+using Fragment = u32[GROUP_STEPS][2][4];  // of each step and unit
+
+// BLOCK_OF_STAGE: 0 to SPAN - 1. Slots of units and halves are 32 rows apart.
+template <int BLOCK_OF_STAGE>
+__device__ __forceinline__ void multiply_block(float (&sum)[2][TOKENS / 2], Fragment (&fragment)[2],
+                                               const Scales& scales, u32 stage, const Lane& lane, u32 used, bool leader,
+                                               const Constants& constants) {
+  uint2 words[2][2];
+  Scale ready[2][2];
+#pragma unroll
+  for (int unit = 0; unit < 2; ++unit) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int rows = (2 * unit + half) * 32;
+      words[unit][half] = load_shared_8(((stage + lane.weights) ^ (BLOCK_OF_STAGE * PACKED_BYTES)) + rows * SPAN_BYTES);
+      if constexpr (STAGED) {
+        const u32 at = stage + lane.scales + rows * ROW_SCALES + 2 * SCALE_BYTES * BLOCK_OF_STAGE;
+        if constexpr (IS_MXFP4) {
+          ready[unit][half].bits = scale_pair(__byte_perm(load_shared_2(at), 0, lane.selector));
+        } else {
+          ready[unit][half].bits = __byte_perm(load_shared_4(at), 0, lane.selector);
+        }
+        if constexpr (!IS_MXFP4 && MXK_SCALES == FP16)
+          ready[unit][half] = make_ready(Scale{ready[unit][half].bits & 0xFFFF, 0});
+      } else {
+        ready[unit][half] = make_ready(scales.of[unit][half]);
+      }
+    }
+  }
+  const u64 descriptor = operand_descriptor(stage + BLOCK_OF_STAGE * TOKEN_BYTES);
+#pragma unroll
+  for (int first = 0; first < 4; first += GROUP_STEPS) {
+    wgmma_wait<1>();  // of the products that read the fragments written next, all but the group before
+    if (BLOCK_OF_STAGE == 0 && first == GROUP_STEPS && leader && used != ~0u) barrier_arrive(used);
+    Fragment& group = fragment[first / GROUP_STEPS & 1];
+#pragma unroll
+    for (int i = 0; i < GROUP_STEPS; ++i) {
+      const int step = first + i;
+#pragma unroll
+      for (int unit = 0; unit < 2; ++unit) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const u32 word = step < 2 ? words[unit][half].x : words[unit][half].y;
+          const Scale& scale = ready[unit][half];
+          group[i][unit][half] = step & 1 ? unpack<2>(word, scale, constants) : unpack<0>(word, scale, constants);
+          group[i][unit][half + 2] = step & 1 ? unpack<3>(word, scale, constants) : unpack<1>(word, scale, constants);
+        }
+      }
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < GROUP_STEPS; ++i) {
+#pragma unroll
+      for (int unit = 0; unit < 2; ++unit)
+        Wgmma<TOKENS>::run(sum[unit], group[i][unit], descriptor + 2 * (first + i));
+    }
+    wgmma_commit();
+  }
+}
+
+__device__ __forceinline__ void multiply(float (&sum)[2][TOKENS / 2], const Gemm& p, const ScaleRows& rows, int quarter,
+                                         Ring ring, int slot, bool leader) {
+  const Constants constants;
+  const Lane lane(slot, quarter);
+  Fragment fragment[2];
+  Scales scales[2];
+  rows.load(scales[0], 0, quarter);
+  rows.load(scales[1], 1, quarter);
+#pragma unroll
+  for (int unit = 0; unit < 2; ++unit) {
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) sum[unit][i] = 0.0f;
+  }
+  u32 used = ~0u;  // empty-barrier of the stage before, still read by the tensor cores
+#pragma unroll 1
+  for (int block = 0; block < p.blocks; block += SPAN) {
+    const u32 stage = ring.here();
+    barrier_wait(ring.filled(), ring.parity);
+    multiply_block<0>(sum, fragment, scales[0], stage, lane, used, leader, constants);
+    rows.load(scales[0], block + 2, quarter);
+    if (block + 1 < p.blocks) multiply_block<1>(sum, fragment, scales[1], stage, lane, used, leader, constants);
+    rows.load(scales[1], block + 3, quarter);
+    if constexpr (SPAN == 4) {
+      if (block + 2 < p.blocks) multiply_block<2>(sum, fragment, scales[0], stage, lane, used, leader, constants);
+      rows.load(scales[0], block + 4, quarter);
+      if (block + 3 < p.blocks) multiply_block<3>(sum, fragment, scales[1], stage, lane, used, leader, constants);
+      rows.load(scales[1], block + 5, quarter);
+    }
+    used = ring.emptied();
+    ring.next();
+  }
+  wgmma_wait<0>();
+  if (leader) barrier_arrive(used);
+}
