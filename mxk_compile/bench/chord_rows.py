@@ -16,10 +16,9 @@ from mxk_compile.bench import timing
 from mxk_compile.bench.chord import SCENARIOS, TOP_K, Call, Scenario, make_call
 from mxk_compile.bench.chord_tables import LAUNCHED, name
 from mxk_compile.bench.rows import Row
-from mxk_compile.bench.runner import Say, base_versions, check_device
+from mxk_compile.bench.runner import Say, base_versions, check_device, measured
 from mxk_compile.bench.timing import Method
 from mxk_compile.errors import KernelError
-from mxk_compile.testing import processor
 
 PUBLISHED = ("humming", "chord")
 """`--impl` of the published columns, in the order of `Scenario.published_us`."""
@@ -28,8 +27,8 @@ _CHECKED_EXPERTS = 8
 _QUICK_ROWS = 512
 
 
-def chosen(device: str, *, quick: bool) -> list[Scenario]:
-    """Scenarios with shapes for this card; `quick`: those with few rows."""
+def chosen(*, quick: bool) -> list[Scenario]:
+    """Scenarios of an H200's tables; `quick`: those with few rows."""
     return [
         scenario
         for scenario in SCENARIOS
@@ -54,9 +53,7 @@ def run(device: str, impl: str, method: Method, *, quick: bool, say: Say) -> Ite
     check_device(device)
     with torch.inference_mode():
         bandwidth = timing.read_bandwidth([torch.empty(0, device="cuda")]) if device == "cuda" else None
-        for scenario in tqdm(
-            chosen(device, quick=quick), desc="chord", unit="row", disable=None, leave=False
-        ):
+        for scenario in tqdm(chosen(quick=quick), desc="chord", unit="row", disable=None, leave=False):
             try:
                 call = make_call(scenario, device)
                 row = _measured(call, method, bandwidth)
@@ -73,32 +70,19 @@ def _measured(call: Call, method: Method, bandwidth: float | None) -> Row:
     calls: timing.Calls = [call.run] * method.chain
     if bandwidth is None:
         bandwidth = timing.read_bandwidth([call.weight.weight])
-        times = timing.time_cpu(calls, method)
-        device, threads = processor(), torch.get_num_threads()
-        versions = base_versions()
+        fields = measured("cpu", timing.time_cpu(calls, method), call.num_bytes, bandwidth)
     else:
         times = timing.time_cuda(calls, method, capturable=True)
-        device, threads = torch.cuda.get_device_name(), 0
-        versions = {**base_versions(), "cuda": str(torch.version.cuda)}
-    us = times.median_us
+        fields = measured("cuda", times, call.num_bytes, bandwidth)
+        fields["floor_us"] = max(fields["floor_us"], round(call.floor_us, 3))
+    fields["method"] += ", the same call"
     return Row(
         **_describe(call.scenario, call.touched),
         impl="fused",
         kernel=f"mxk::project.{call.scenario.kind}",
-        device=device,
-        threads=threads,
-        evidence="measured",
-        us=round(us, 2),
-        us_p10=round(times.percentile_us(10), 2),
-        us_p90=round(times.percentile_us(90), 2),
-        floor_us=round(max(call.num_bytes / bandwidth * 1e6, call.floor_us if not threads else 0.0), 2),
-        packed_gb_s=round(call.num_bytes / us / 1e3, 2),
-        read_gb_s=round(bandwidth / 1e9, 2),
         rotated_bytes=call.num_bytes,
         rel_l2=float(f"{error:.4g}"),
-        rel_l2_bf16=None,
-        method=f"{times.method}, the same call",
-        versions=versions,
+        **fields,
     )
 
 
@@ -121,7 +105,7 @@ def _launched(call: Call, row: Row, *, quick: bool) -> Row:
 
 
 def _published(column: int) -> Iterator[Row]:
-    for scenario in chosen("cuda", quick=False):
+    for scenario in chosen(quick=False):
         if scenario.published_us is None:
             continue
         yield Row(
@@ -129,17 +113,8 @@ def _published(column: int) -> Iterator[Row]:
             impl=PUBLISHED[column],
             kernel=("Humming 4351af3", "Chord 89f41c0")[column],
             device=PUBLISHED_DEVICE,
-            threads=0,
             evidence="published",
             us=scenario.published_us[column],
-            us_p10=None,
-            us_p90=None,
-            floor_us=None,
-            packed_gb_s=None,
-            read_gb_s=None,
-            rotated_bytes=0,
-            rel_l2=None,
-            rel_l2_bf16=None,
             method="table of novitalabs/chord, docs/performance.md",
             versions=base_versions(),
         )

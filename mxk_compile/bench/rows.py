@@ -18,7 +18,7 @@ _LEAST, _MOST = 1e-12, 1e15
 _LONGEST_TEXT = 500
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """One line of `mxk bench`.
 
@@ -57,17 +57,17 @@ class Row:
     impl: str
     kernel: str
     device: str
-    threads: int
+    threads: int = 0
     evidence: str
     us: float
-    us_p10: float | None
-    us_p90: float | None
-    floor_us: float | None
-    packed_gb_s: float | None
-    read_gb_s: float | None
-    rotated_bytes: int
-    rel_l2: float | None
-    rel_l2_bf16: float | None
+    us_p10: float | None = None
+    us_p90: float | None = None
+    floor_us: float | None = None
+    packed_gb_s: float | None = None
+    read_gb_s: float | None = None
+    rotated_bytes: int = 0
+    rel_l2: float | None = None
+    rel_l2_bf16: float | None = None
     method: str
     versions: dict[str, str]
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -78,9 +78,14 @@ class Row:
         return self.variant, self.num_experts, self.num_tokens, self.routing
 
     @property
+    def call(self) -> str:
+        """The call in words."""
+        return f"{self.variant} E={self.num_experts} T={self.num_tokens} {self.routing}"
+
+    @property
     def name(self) -> str:
-        """The line in words."""
-        return f"{self.variant} E={self.num_experts} T={self.num_tokens} {self.routing} ({self.impl})"
+        """The call and who made it."""
+        return f"{self.call} ({self.impl})"
 
     def to_json(self) -> str:
         """One line."""

@@ -16,7 +16,7 @@ from mxk_compile import kernels
 from mxk_compile.bench import cases, implementations, timing
 from mxk_compile.bench.points import Point
 from mxk_compile.bench.rows import Row
-from mxk_compile.bench.timing import Method
+from mxk_compile.bench.timing import Method, Times
 from mxk_compile.errors import KernelError
 from mxk_compile.parity.cases import error_of
 from mxk_compile.testing import MoECase, processor
@@ -33,10 +33,7 @@ def check_device(device: str) -> None:
     reason = kernels.cuda.unavailable() if device == "cuda" else None
     if reason is not None:
         allowed = "a Hopper GPU and cuda-bindings (pip install 'mxk-compile[cuda]')"
-        advice = (
-            "run this command there; here --device cpu measures and --device tpc-modelled models;"
-            " rows of an H200 are in benchmarks/baseline/h200.json"
-        )
+        advice = "run this command there; here --device cpu measures and --device tpc-modelled models"
         raise KernelError("mxk bench --device cuda", reason, allowed, advice)
 
 
@@ -107,34 +104,42 @@ def _measure(
     else:
         times = timing.time_cuda(calls, method, implementation.capturable)
     touched_bytes = rotation.experts_touched * rotation.expert_bytes
-    us = times.median_us
-    is_cpu = first.w2.device.type == "cpu"
-    versions = base_versions()
+    fields = measured(first.w2.device.type, times, touched_bytes, bandwidth)
     if implementation.version is not None:
-        versions[impl] = implementation.version
-    if not is_cpu:
-        versions["cuda"] = str(torch.version.cuda)
+        fields["versions"][impl] = implementation.version
+    fields["method"] += f", {len(rotation.calls)} calls with other experts over {len(layers)} layers"
     return Row(
         **describe(point),
         local_routes=rotation.local_routes,
         experts_touched=rotation.experts_touched,
         impl=impl,
         kernel=implementation.kernel,
-        device=processor() if is_cpu else torch.cuda.get_device_name(),
-        threads=torch.get_num_threads() if is_cpu else 0,
-        evidence="measured",
-        us=round(us, 2),
-        us_p10=round(times.percentile_us(10), 2),
-        us_p90=round(times.percentile_us(90), 2),
-        floor_us=round(touched_bytes / bandwidth * 1e6, 2),
-        packed_gb_s=round(touched_bytes / us / 1e3, 2),
-        read_gb_s=round(bandwidth / 1e9, 2),
         rotated_bytes=rotation.num_bytes,
         rel_l2=errors[0],
         rel_l2_bf16=errors[1],
-        method=f"{times.method}, {len(rotation.calls)} calls with other experts over {len(layers)} layers",
-        versions=versions,
+        **fields,
     )
+
+
+def measured(device: str, times: Times, num_bytes: float, bandwidth: float) -> dict[str, Any]:
+    """The fields of a row that a measurement on "cpu" or "cuda" gives, of calls that touch so many packed bytes.
+
+    bandwidth: of plain reads there, in bytes a second.
+    """
+    versions = base_versions() | ({} if device == "cpu" else {"cuda": str(torch.version.cuda)})
+    return {
+        "device": device_name(device) or device,
+        "threads": torch.get_num_threads() if device == "cpu" else 0,
+        "evidence": "measured",
+        "us": round(times.median_us, 2),
+        "us_p10": round(times.percentile_us(10), 2),
+        "us_p90": round(times.percentile_us(90), 2),
+        "floor_us": round(num_bytes / bandwidth * 1e6, 3),
+        "packed_gb_s": round(num_bytes / times.median_us / 1e3, 3),
+        "read_gb_s": round(bandwidth / 1e9, 2),
+        "method": times.method,
+        "versions": versions,
+    }
 
 
 def describe(point: Point) -> dict[str, Any]:

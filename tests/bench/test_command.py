@@ -150,7 +150,7 @@ def test_a_missing_device_says_how_its_rows_can_be_had(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == (
         "mxk: error: bench --device cuda: there is no CUDA device; allowed: a Hopper GPU and cuda-bindings"
         " (pip install 'mxk-compile[cuda]'); run this command there; here --device cpu measures and --device"
-        " tpc-modelled models; rows of an H200 are in benchmarks/baseline/h200.json\n"
+        " tpc-modelled models\n"
     )
 
 
