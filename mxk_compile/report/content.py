@@ -137,7 +137,7 @@ def run_page(rows: Sequence[Row], sources: Sequence[str]) -> Page:
     if with_error:
         page.table(
             ("call", "implementation", "runs on", "rel_l2", "rel_l2, bf16 intermediate"),
-            [(_call(row), row.impl, row.kernel, row.rel_l2, row.rel_l2_bf16) for row in with_error],
+            [(row.call, row.impl, row.kernel, row.rel_l2, row.rel_l2_bf16) for row in with_error],
             "rel_l2 = ||result - fp32|| / ||fp32||; the last column rounds the reference's intermediate once to bf16",
         )
     else:
@@ -147,10 +147,6 @@ def run_page(rows: Sequence[Row], sources: Sequence[str]) -> Page:
     kept = [(f"version of {name}", version) for name, version in versions.items()]
     _environment(page, [("device", ", ".join(devices)), *kept, *methods, ("rows", ", ".join(sources))])
     return page
-
-
-def _call(row: Row) -> str:
-    return f"{row.variant} E={row.num_experts} T={row.num_tokens} {row.routing}"
 
 
 def _run_tiles(rows: Sequence[Row]) -> list[tuple[str, str]]:

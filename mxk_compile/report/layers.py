@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mxk_compile.bench import timing
 from mxk_compile.bench.rows import Row
-from mxk_compile.bench.runner import base_versions, device_name
+from mxk_compile.bench.runner import measured
 from mxk_compile.integrations import transformers as models
 from mxk_compile.kernels import MoEDesc, select, supports
 from mxk_compile.ops import moe
@@ -149,7 +149,6 @@ def _rows(
         all_layers([layer.stock(num_tokens) for layer in layers]),
         all_layers([layer.fused(num_tokens) for layer in layers]),
     ]
-    samples = [sorted(value / len(layers) for value in found) for found in _by_turns(stacks)]
     desc = _describe(layers[0])
     experts = layers[0].experts
     weights = (experts.w13_weight, experts.w13_weight_scale, experts.w2_weight, experts.w2_weight_scale)
@@ -157,8 +156,11 @@ def _rows(
     touched = statistics.mean(len(layer.inputs[1][:num_tokens].unique()) for layer in layers)
     routes = num_tokens * desc.top_k
     rows = []
-    for impl, found in zip(("stock", "fused"), samples, strict=True):
-        us = statistics.median(found)
+    for impl, found in zip(("stock", "fused"), _by_turns(stacks), strict=True):
+        method = (
+            f"one process, by turns: all {len(layers)} layers, median of {len(found)}; rel_l2 of the worst"
+        )
+        times = timing.Times(sorted(value / len(layers) for value in found), method)
         errors = [getattr(layer, f"{impl}_rel_l2") for layer in figures]
         rows.append(
             Row(
@@ -176,20 +178,9 @@ def _rows(
                 seed=_SEED,
                 impl=impl,
                 kernel=str(select(desc)) if impl == "fused" else "hpu::mixture_of_experts",
-                device=device_name(desc.device) or desc.device,
-                threads=torch.get_num_threads() if desc.device == "cpu" else 0,
-                evidence="measured",
-                us=round(us, 2),
-                us_p10=round(found[len(found) // 10], 2),
-                us_p90=round(found[len(found) * 9 // 10], 2),
-                floor_us=round(touched * of_expert / read * 1e6, 3),
-                packed_gb_s=round(touched * of_expert / us / 1e3, 3),
-                read_gb_s=round(read / 1e9, 2),
                 rotated_bytes=len(layers) * desc.num_experts * of_expert,
                 rel_l2=float(f"{max(errors):.4g}"),
-                rel_l2_bf16=None,
-                method=f"one process, by turns: all {len(layers)} layers, median of {len(found)}; rel_l2 of the worst",
-                versions=base_versions(),
+                **measured(desc.device, times, touched * of_expert, read),
             )
         )
     return rows
