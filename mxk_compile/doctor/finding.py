@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from mxk_compile.errors import MxkError
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -20,6 +22,11 @@ class Finding:
     state: str
     found: str
     fix: str = ""
+
+    @classmethod
+    def failed(cls, check: str, error: MxkError) -> Finding:
+        """What an error of ours says."""
+        return cls(check, "fail", f"{error.what}: {error.given}; allowed: {error.allowed}", error.advice)
 
     def __str__(self) -> str:
         line = f"{self.state:5} {self.check:17} {self.found}"

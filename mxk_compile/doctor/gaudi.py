@@ -61,7 +61,7 @@ def variables() -> Iterator[Finding]:
     try:
         options = environment.prepare(copy)
     except MxkError as error:
-        yield Finding(name, "fail", f"{error.what}: {error.given}; allowed: {error.allowed}", error.advice)
+        yield Finding.failed(name, error)
         return
     if options is None:
         yield Finding(name, "ok", f"lazy mode's hook is off: MXFP4_TPC_MOE={switch or 0}")
@@ -81,20 +81,17 @@ def library() -> Iterator[Finding]:
         Path(path).parent for path in given.get("GC_KERNEL_PATH", "").split(":") if KERNEL_LIBRARY in path
     ]
     if given.get("MXFP4_TPC_MOE", "0") == "1" or given.get("MXFP4_TPC_MOE_LIB"):
-        folders.append(Path(given.get("MXFP4_TPC_MOE_LIB") or "/opt/mxfp4-moe/lib"))
+        folders.append(Path(given.get("MXFP4_TPC_MOE_LIB") or environment.FOLDER))
     lazy = given.get("PT_HPU_LAZY_MODE", "0") != "0"
     if settings.vllm and not lazy:  # what the plugin takes in a vLLM server (integrations/vllm_gaudi.py)
         folders.append(Path(settings.gaudi_lib))
     if not folders:
-        found = f"no variable names a {KERNEL_LIBRARY}: kernels are off"
-        yield Finding(name, "ok", found)
+        yield Finding(name, "ok", f"no variable names a {KERNEL_LIBRARY}: kernels are off")
     for folder in dict.fromkeys(folders):
         try:
             manifest = read_manifest(folder)
         except MxkError as error:
-            yield Finding(
-                name, "fail", f"{error.what}: {error.given}; allowed: {error.allowed}", error.advice
-            )
+            yield Finding.failed(name, error)
             continue
         different = list(_differences(manifest))
         yield from (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
 import re
@@ -91,7 +90,7 @@ def caches() -> Iterator[Finding]:
     """Folders of compiled kernels and of Inductor: writable, whole, on a disk with room."""
     name, folder = "compile caches", build.cache_folder()
     files = sorted(folder.glob("*.cubin"))[:_MOST_CACHED]
-    damaged = [path for path in files if not _is_whole(path)]
+    damaged = [path for path in files if build.read_cached(path) is None]
     if damaged:
         text = f"{len(damaged)} of {len(files)} kernels in {folder} are damaged (they are compiled again)"
         yield Finding(
@@ -112,12 +111,6 @@ def _inductor_folder() -> str:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return default_cache_dir()
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether the checksum at the start of a cached kernel is right (kernels/cuda/build.py)."""
-    data, size = path.read_bytes(), hashlib.sha256().digest_size
-    return data[:size] == hashlib.sha256(data[size:]).digest()
 
 
 def _folder(name: str, folder: Path, holds: str) -> Finding:
@@ -163,15 +156,10 @@ def vllm_plugin() -> Iterator[Finding]:
 
 def copies() -> Iterator[Finding]:
     """One package, one version, one owner of the ops."""
-    name, here = "copies", Path(mxk_compile.__file__).resolve().parent
-    others = {
-        str(folder)
-        for entry in sys.path
-        if (folder := (Path(entry or os.curdir) / "mxk_compile").resolve()) != here
-        and (folder / "__init__.py").is_file()
-    }
+    name, here = "copies", os.path.realpath(mxk_compile.__path__[0])
+    others = [folder for folder in vllm.copies() if folder != here]
     if others:
-        text = f"this is {here}; another copy is at {', '.join(sorted(others))}"
+        text = f"this is {here}; another copy is at {', '.join(others)}"
         yield Finding(name, "warn", text, "keep one of them on sys.path")
     versions = {each.version for each in importlib.metadata.distributions(name="mxk-compile")}
     if versions - {__version__}:

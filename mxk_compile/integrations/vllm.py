@@ -14,6 +14,7 @@ import os
 import sys
 from importlib import metadata
 
+import mxk_compile
 from mxk_compile.errors import InstallError
 from mxk_compile.integrations import humming
 from mxk_compile.settings import live_environment, settings
@@ -47,11 +48,17 @@ def unsupported() -> str | None:
 
 def two_copies() -> str | None:
     """None if one copy of this package is on the path, else the reason: processes could import different ones."""
-    found = {os.path.realpath(os.path.join(folder, "mxk_compile")) for folder in sys.path}
-    copies = sorted(folder for folder in found if os.path.isfile(os.path.join(folder, "__init__.py")))
-    if len(copies) < 2:
+    found = copies()
+    if len(found) < 2:
         return None
-    return f"two copies of mxk_compile are installed, {' and '.join(copies)}; uninstall one"
+    return f"two copies of mxk_compile are installed, {' and '.join(found)}; uninstall one"
+
+
+def copies() -> list[str]:
+    """The folder of this package, and those of others on the path."""
+    found = {os.path.realpath(os.path.join(folder, "mxk_compile")) for folder in sys.path}
+    found = {folder for folder in found if os.path.isfile(os.path.join(folder, "__init__.py"))}
+    return sorted({*found, os.path.realpath(mxk_compile.__path__[0])})
 
 
 def _on_gaudi() -> bool:
