@@ -28,6 +28,8 @@ from mxk_compile.kernels.tpc.signatures import VARIANT_LIMITS
 _logger = logging.getLogger("vllm.mxk_compile.lazy")
 
 VARIANT = "gptoss"
+FOLDER = "/opt/mxfp4-moe/lib"
+"""Of the libraries, where MXFP4_TPC_MOE_LIB names none."""
 MOST_TOKENS = VARIANT_LIMITS[VARIANT].max_tokens
 _REQUIRED = {
     "PT_HPU_LAZY_MODE": "the hook replaces a call of lazy mode; in compiled mode the pass does it",
@@ -67,7 +69,7 @@ def prepare(environ: MutableMapping[str, str]) -> Options | None:
         if environ.get(name) != "1":
             raise SettingsError(name, repr(environ.get(name, "")), "1", f"set it: {why}")
     # Absolute: processes that inherit GC_KERNEL_PATH may run in another folder.
-    folder = Path(environ.get("MXFP4_TPC_MOE_LIB") or "/opt/mxfp4-moe/lib").absolute()
+    folder = Path(environ.get("MXFP4_TPC_MOE_LIB") or FOLDER).absolute()
     if ":" in str(folder):
         given = f"{str(folder)!r}, which GC_KERNEL_PATH would split at the colon"
         raise SettingsError("MXFP4_TPC_MOE_LIB", given, "a folder without one", "rename or link it")

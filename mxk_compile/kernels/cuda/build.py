@@ -107,7 +107,7 @@ def build(
     with _lock:  # one compilation at a time: they need cores, and threads often ask for the same one
         if key not in _built:
             path = cache_folder() / f"{name.removesuffix('.cu')}-{key[:32]}.cubin"
-            code = _read(path)
+            code = read_cached(path)
             if code is None:
                 code = compiler(name, options)
                 _write(path, code)
@@ -120,8 +120,8 @@ def cache_folder() -> Path:
     return Path(settings.cache_dir).expanduser() / "cuda"
 
 
-def _read(path: Path) -> bytes | None:
-    """Content behind a right checksum, else None."""
+def read_cached(path: Path) -> bytes | None:
+    """Machine code behind a right checksum, else None."""
     try:
         data = path.read_bytes()
     except OSError:
