@@ -18,7 +18,7 @@ import torch
 
 from mxk_compile.checkpoint_files import TensorFiles
 from mxk_compile.ops.formats.int4 import FLOAT_DTYPES, GROUP_SIZES
-from mxk_compile.ops.formats.nibbles import unpack_nibbles
+from mxk_compile.ops.formats.nibbles import unpack_nibbles, unpack_rows
 
 
 def read_stacks(
@@ -93,5 +93,5 @@ def _zero(files: TensorFiles, name: str, form: str, num_experts: int, rows: int,
     packed = files.tensor(name)
     if form == "output":
         return packed
-    rows_last = packed.transpose(1, 2) if form == "input" else packed
-    return unpack_nibbles(rows_last).transpose(1, 2)[:, :rows].contiguous()
+    codes = unpack_rows(packed) if form == "input" else unpack_nibbles(packed).transpose(1, 2)
+    return codes[:, :rows].contiguous()

@@ -46,12 +46,7 @@ class TensorsMxfp4Method(PackedMethod, w4a4_mxfp4.CompressedTensorsW4A4Mxfp4MoEM
 
     suffix = "_packed"
     group_size = 32
-
-    def maybe_roundup_sizes(
-        self, hidden_size: int, intermediate_size_per_partition: int, *_: Any
-    ) -> tuple[int, int]:
-        """No padding: this method's parameters are not zeros before they are loaded."""
-        return hidden_size, intermediate_size_per_partition
+    is_padded = False  # its parameters are not zeros before they are loaded
 
 
 class PackedRoutedExperts(RoutedExperts):

@@ -37,6 +37,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import (
 from vllm.platforms import current_platform
 
 from mxk_compile.kernels import MoEDesc, supports
+from mxk_compile.ops.formats.nibbles import unpack_rows
 
 _logger = init_logger("vllm.mxk_compile")
 
@@ -110,6 +111,7 @@ class PackedMethod(FusedMoEMethodBase):
     weight_format = "mxfp4"
     row_order = "gate_up"
     suffix = ""  # of the names of the packed weights
+    is_padded = True  # to the whole scale groups in which gpt-oss's loader shards; padded rows stay zero
 
     def __init__(self, moe: Any) -> None:
         # Not the stock method's, which would look for a kernel of vLLM and may find none.
@@ -134,8 +136,9 @@ class PackedMethod(FusedMoEMethodBase):
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *_: Any
     ) -> tuple[int, int]:
-        """No padding but to the whole scale groups in which gpt-oss's loader shards; padded rows stay zero."""
-        return hidden_size, intermediate_size_per_partition + -intermediate_size_per_partition % _GROUP
+        """The sizes of the parameters; padded where `is_padded` says so."""
+        padding = -intermediate_size_per_partition % _GROUP if self.is_padded else 0
+        return hidden_size, intermediate_size_per_partition + padding
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
         """None: there is no kernel of vLLM to describe the weights to."""
@@ -190,6 +193,7 @@ class Int4Method(PackedMethod, compressed_tensors_moe_wna16.CompressedTensorsWNA
 
     weight_format = "uint4"  # codes 0..15; value (code - zero point) * scale, zero point 8 if symmetric
     suffix = "_packed"
+    is_padded = False  # scale groups are not split over ranks
 
     def __init__(self, weight_quant: Any, input_quant: Any, moe: Any) -> None:
         super().__init__(moe)
@@ -200,12 +204,6 @@ class Int4Method(PackedMethod, compressed_tensors_moe_wna16.CompressedTensorsWNA
         self.group_size = weight_quant.group_size or -1
         self.is_marlin = self.is_transposed = False
 
-    def maybe_roundup_sizes(
-        self, hidden_size: int, intermediate_size_per_partition: int, *_: Any
-    ) -> tuple[int, int]:
-        """No padding: scale groups are not split over ranks."""
-        return hidden_size, intermediate_size_per_partition
-
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Zero points, packed along the rows, become one byte each, once; the weights stay as they are."""
         if self.symmetric:
@@ -214,10 +212,7 @@ class Int4Method(PackedMethod, compressed_tensors_moe_wna16.CompressedTensorsWNA
             "mxk_compile: zero points are unpacked to one byte each at load; weights stay as loaded"
         )
         for name in ("w13_weight_zero_point", "w2_weight_zero_point"):
-            packed = getattr(layer, name).data
-            shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
-            codes = (packed[:, :, None, :] >> shifts[:, None]) & 15
-            zeros = codes.flatten(1, 2).to(torch.uint8)
+            zeros = unpack_rows(getattr(layer, name).data).contiguous()
             setattr(layer, name, nn.Parameter(zeros, requires_grad=False))
 
 

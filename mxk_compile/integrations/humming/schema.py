@@ -17,7 +17,7 @@ from mxk_compile.errors import CheckpointError
 from mxk_compile.integrations.humming import dtypes
 from mxk_compile.integrations.humming.config import WeightScale2Type, WeightScaleType
 from mxk_compile.ops.formats import int4
-from mxk_compile.ops.formats.nibbles import unpack_nibbles
+from mxk_compile.ops.formats.nibbles import unpack_rows
 
 SUPPORTED = (
     "humming (uint4 in groups of 32, 64, 128 or a row; float4e2m1 with float8e8m0 for 32), "
@@ -287,8 +287,7 @@ class CompressedTensorsWeightSchema(BaseWeightSchema):
         """The tensors under humming's names; zero points are unpacked to a byte a group, nothing else is copied."""
         found = {"weight": tensors["weight_packed"], "weight_scale": tensors["weight_scale"]}
         if (packed := tensors.get("weight_zero_point")) is not None:
-            zero = unpack_nibbles(packed.transpose(-1, -2)).transpose(-1, -2)
-            found["zero_point"] = zero[..., : sum(shape_n_stacks), :].contiguous()
+            found["zero_point"] = unpack_rows(packed)[..., : sum(shape_n_stacks), :].contiguous()
         if "bias" in tensors:
             found["bias"] = tensors["bias"]
         return self._humming(), found

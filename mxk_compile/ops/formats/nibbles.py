@@ -29,6 +29,11 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
+def unpack_rows(packed: torch.Tensor) -> torch.Tensor:
+    """int32 [..., r, n], each word eight codes of a column, to codes 0..15, uint8 [..., 8r, n]."""
+    return unpack_nibbles(packed.transpose(-1, -2)).transpose(-1, -2)
+
+
 def as_bytes(packed: torch.Tensor) -> torch.Tensor:
     """uint8 as it is; int32 [..., n] as uint8 [..., 4n], a view where the last dimension is dense.
 
