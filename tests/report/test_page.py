@@ -214,7 +214,7 @@ def test_pages_are_written_whole_or_not_at_all(
         write.write_page(page, tmp_path / "none" / "page.html")
     target = tmp_path / "page.html"
     target.write_text("before")
-    monkeypatch.setattr(write.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
+    monkeypatch.setattr(pathlib.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         write.write_page(page, target)
     assert target.read_text() == "before"
