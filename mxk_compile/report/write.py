@@ -15,6 +15,7 @@ from mxk_compile.report.page import Page
 from mxk_compile.report.plots import Plot
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
+_PAGE_START = b"<!doctype html"
 _SECONDS = 60
 _SCALE = 2  # pixels of a PNG for one of the drawing
 
@@ -39,10 +40,22 @@ def browser_command(path: str, profile: str, *flags: str) -> list[str]:
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Writes the page, whole or not at all; raises OSError where that cannot be."""
+    """Writes the page, whole or not at all; raises OSError where that cannot be, CallError for what is no page yet."""
     if path.is_dir():
         raise CallError(str(path), "a folder", "a file to write the page to", "name a file, as page.html")
+    path = path.resolve()  # a link stays one
+    if path.exists() and not _is_page(path):
+        allowed = "a new file, or a page to replace"
+        raise CallError(str(path), "a file that is no page", allowed, "name another, as page.html")
     _write(path, page.html().encode())
+
+
+def _is_page(path: Path) -> bool:
+    """Whether a file may be replaced by a page: rows of a run, weights and devices are not."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(_PAGE_START)).lower() in (b"", _PAGE_START)
 
 
 def write_plots(plots: Sequence[Plot], folder: Path) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import html
 import html.parser
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -213,12 +214,33 @@ def test_pages_are_written_whole_or_not_at_all(
     with pytest.raises(FileNotFoundError):
         write.write_page(page, tmp_path / "none" / "page.html")
     target = tmp_path / "page.html"
-    target.write_text("before")
+    target.write_text("<!doctype html>before")
     monkeypatch.setattr(pathlib.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
     with pytest.raises(OSError, match="full"):
         write.write_page(page, target)
-    assert target.read_text() == "before"
+    assert target.read_text() == "<!doctype html>before"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_page_replaces_pages_alone(tmp_path: pathlib.Path) -> None:
+    page = Page("title", "subtitle")
+    run, device = tmp_path / "run.json", tmp_path / "pipe"
+    run.write_text("{}")
+    os.mkfifo(device)
+    for path in (run, device):
+        with pytest.raises(
+            CallError, match="a file that is no page; allowed: a new file, or a page to replace"
+        ):
+            write.write_page(page, path)
+    assert run.read_text() == "{}"
+    assert device.is_fifo()
+    link, target = tmp_path / "link.html", tmp_path / "page.html"
+    target.touch()
+    link.symlink_to(target)
+    for _ in range(2):
+        write.write_page(page, link)
+        assert link.is_symlink()
+        assert target.read_text() == page.html()
 
 
 def test_plots_as_files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
