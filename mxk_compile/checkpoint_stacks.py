@@ -20,6 +20,8 @@ from mxk_compile.checkpoint_files import TensorFiles
 from mxk_compile.ops.formats.int4 import FLOAT_DTYPES, GROUP_SIZES
 from mxk_compile.ops.formats.nibbles import unpack_nibbles, unpack_rows
 
+_PARTS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "bias")
+
 
 def read_stacks(
     files: TensorFiles,
@@ -40,11 +42,20 @@ def read_stacks(
     Raises:
         CheckpointError: shapes or dtypes of no form above, or of different ones.
     """
+    _check_names(files, prefix)
     tensors: dict[str, torch.Tensor | None] = {}
-    forms = []
+    forms, sizes = [], []
     for key in ("w13", "w2"):
         name = f"{prefix}.{key}_weight"
-        form, experts, rows, groups = _form(files, name, num_experts, group_size)
+        form, experts, rows, columns, groups = _form(files, name, num_experts, group_size)
+        sizes.append((experts, rows, columns))
+        if key == "w2":
+            wanted = (sizes[0][0], sizes[0][2], sizes[0][1] // 2)
+            if (experts, rows, columns) != wanted or sizes[0][1] % 2:
+                given = f"E, N, K = {[experts, rows, columns]} beside {list(sizes[0])} of w13"
+                files.refuse(
+                    f"{name}_packed", given, f"{list(wanted)}", "check that all files are of one checkpoint"
+                )
         zero = None
         if not symmetric:
             zero = _zero(files, f"{name}_zero_point", form, experts, rows, groups)
@@ -56,7 +67,11 @@ def read_stacks(
             weight, scale = weight.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous()
         # Words of outputs stay words, as `mxk::moe` takes them.
         tensors[key] = weight if form == "output" else weight.view(torch.uint8)
-        tensors |= {f"{key}_scale": scale, f"{key}_zero": zero, f"{key}_bias": None}
+        bias = None
+        if f"{prefix}.{key}_bias" in files:
+            files.expect(f"{prefix}.{key}_bias", FLOAT_DTYPES, (experts, rows))
+            bias = files.tensor(f"{prefix}.{key}_bias")
+        tensors |= {f"{key}_scale": scale, f"{key}_zero": zero, f"{key}_bias": bias}
         forms.append(form)
     pack_dims = ["output" if form == "output" else "input" for form in forms]
     if pack_dims[0] != pack_dims[1]:
@@ -65,10 +80,24 @@ def read_stacks(
     return {**tensors, "pack_dim": pack_dims[0]}
 
 
+def _check_names(files: TensorFiles, prefix: str) -> None:
+    """Refuses what would have to be known to read the weights right: an activation order, a second scale.
+
+    Servers keep an order that there is not as a tensor without elements.
+    """
+    for name in files.names():
+        part = name.removeprefix(f"{prefix}.")
+        if part != name and part.startswith(("w13_", "w2_")) and part.partition("_")[2] not in _PARTS:
+            if files.entry(name).num_bytes == 0:
+                continue
+            allowed = f"w13_ and w2_ with {', '.join(_PARTS)}"
+            files.refuse(name, "a tensor that is not known", allowed, "quantise without activation order")
+
+
 def _form(
     files: TensorFiles, name: str, num_experts: int | None, group_size: Callable[[int], int]
-) -> tuple[str, int, int, int]:
-    """Form, E, N and the groups of a row."""
+) -> tuple[str, int, int, int, int]:
+    """Form, E, N, K and the groups of a row."""
     experts, *shape = files.expect(f"{name}_packed", (torch.int32,), (num_experts, None, None))
     _, *scale = files.expect(f"{name}_scale", FLOAT_DTYPES, (experts, None, None))
     for form, rows, columns, (scale_rows, groups) in (
@@ -79,7 +108,7 @@ def _form(
         size = group_size(columns)
         # No two forms fit: they would need groups of 8 or less.
         if rows == scale_rows and groups * size == columns and (groups == 1 or size in GROUP_SIZES):
-            return form, experts, rows, groups
+            return form, experts, rows, columns, groups
     given = f"shape {[experts, *shape]} with scale {[experts, *scale]}"
     allowed = "[E, K, N/8] or [E, K/8, N] with [E, K/g, N], [E, N, K/8] with [E, N, K/g], g as declared: 32, 64, 128, K"
     return files.refuse(f"{name}_packed", given, allowed, "one of the two is of another checkpoint")

@@ -303,6 +303,15 @@ def test_stacks_of_servers(tmp_path: Path, form: str, symmetric: bool, group: in
             {"w2_weight_packed": torch.ones(3, 8, 128).int()},
             "w2_weight_packed: packed along the inputs, w13 along the outputs; allowed: one dimension for both",
         ),
+        (
+            {"w2_weight_packed": torch.ones(3, 128, 16).int(), "w2_weight_scale": torch.ones(3, 4, 128)},
+            "w2_weight_packed: E, N, K = [3, 128, 128] beside [3, 128, 128] of w13; allowed: [3, 128, 64]",
+        ),
+        (
+            {"w13_weight_g_idx": torch.zeros(3, 128).int()},
+            "w13_weight_g_idx: a tensor that is not known; allowed: w13_ and w2_ with weight_packed",
+        ),
+        ({"w2_bias": torch.ones(3, 64)}, "w2_bias: shape [3, 64]; allowed: [3, 128]"),
     ],
 )
 def test_broken_stacks(tmp_path: Path, changes: dict[str, Tensor | None], text: str) -> None:
@@ -316,6 +325,22 @@ def test_broken_stacks(tmp_path: Path, changes: dict[str, Tensor | None], text: 
     checkpoint = Checkpoint(write(tmp_path, named, compressed_config(32, True)))
     with pytest.raises(CheckpointError, match=re.escape(text)):
         checkpoint.experts(PREFIX)
+
+
+def test_biases_of_stacks_are_read(tmp_path: Path) -> None:
+    tensors = {
+        "w13_weight_packed": torch.ones(3, 128, 16).int(),
+        "w13_weight_scale": torch.ones(3, 4, 128),
+        "w13_weight_g_idx": torch.zeros(3, 0).int(),
+        "w13_bias": torch.rand(3, 128),
+        "w2_weight_packed": torch.ones(3, 64, 16).int(),
+        "w2_weight_scale": torch.ones(3, 2, 128),
+        "w2_bias": torch.rand(3, 128),
+    }
+    named = {f"{PREFIX}.{name}": tensor for name, tensor in tensors.items()}
+    experts = Checkpoint(write(tmp_path, named, compressed_config(32, True))).experts(PREFIX)
+    assert torch.equal(experts.w13_bias, tensors["w13_bias"])
+    assert torch.equal(experts.w2_bias, tensors["w2_bias"])
 
 
 def test_stacks_in_groups_that_no_kernel_reads(tmp_path: Path) -> None:
