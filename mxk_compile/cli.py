@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import mxk_compile
 from mxk_compile.bench import command as bench_command
+from mxk_compile.checkout import CHECKOUT
 from mxk_compile.errors import CallError, CheckpointError, InstallError, KernelError, MxkError
 from mxk_compile.kernels.tpc.signatures import VARIANT_KERNELS
 from mxk_compile.parity import command as parity
@@ -23,8 +24,7 @@ from mxk_compile.quantize import command as quantize
 from mxk_compile.report import command as report_command
 from mxk_compile.variants import VARIANTS
 
-_PACKAGE_PARENT = Path(__file__).resolve().parent.parent
-SHIPPED_MODEL = _PACKAGE_PARENT / "models" / "tiny-gptoss"
+SHIPPED_MODEL = CHECKOUT / "models" / "tiny-gptoss"
 """The trained model of the repository; there in a checkout, not in an installed wheel."""
 _MAX_COUNT = 1_000_000  # of tokens
 _DEFAULT_PROMPT = "And it came to pass"
@@ -209,7 +209,9 @@ def _demo(options: argparse.Namespace) -> None:
 def _shipped_model() -> Path:
     if not SHIPPED_MODEL.is_dir():
         given = "the small model is not there"
-        raise CheckpointError(str(SHIPPED_MODEL), given, "a checkout of the repository", "or name a model")
+        raise CheckpointError(
+            str(SHIPPED_MODEL), given, "a checkout of the repository", "run in one, or name a model"
+        )
     return SHIPPED_MODEL
 
 

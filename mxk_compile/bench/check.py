@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mxk_compile.bench import rows as bench_rows
-from mxk_compile.bench.implementations import CHECKOUT
 from mxk_compile.bench.points import Point
 from mxk_compile.bench.rows import Row
+from mxk_compile.checkout import CHECKOUT
 from mxk_compile.errors import CallError
 
 FOLDER = CHECKOUT / "benchmarks" / "baseline"

@@ -156,7 +156,9 @@ def _each_in_a_process(options: argparse.Namespace) -> int:
 
 
 def _child(options: argparse.Namespace, impl: str) -> list[str]:
-    command = [sys.executable, "-m", "mxk_compile.cli", "bench", "--device", options.device, "--impl", impl]
+    # `-c` and `-m` put the working folder first: in a checkout its sources would hide the installed package.
+    start = f"import sys; sys.path[:] = {sys.path!r}; from mxk_compile.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "bench", "--device", options.device, "--impl", impl]
     command += ["--routing", ",".join(options.routing)]
     for flag, value in (
         ("--variant", options.variant),

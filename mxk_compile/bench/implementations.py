@@ -9,7 +9,6 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mxk_compile import kernels
+from mxk_compile.checkout import CHECKOUT
 from mxk_compile.errors import CallError, KernelError
 from mxk_compile.kernels import MoEDesc
 from mxk_compile.ops.dequant import dequantize
@@ -24,7 +24,6 @@ from mxk_compile.parity.stock import run_stock
 from mxk_compile.testing import MoECase
 
 OURS = ("fused", "stock", "unpacked")
-CHECKOUT = Path(__file__).resolve().parents[2]
 _PEERS = CHECKOUT / "benchmarks" / "peers"
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]

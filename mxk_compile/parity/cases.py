@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mxk_compile.checkout import CHECKOUT
 from mxk_compile.checkpoint import Checkpoint
 from mxk_compile.kernels import MoEDesc, tpc
 from mxk_compile.ops.formats import mxfp4
@@ -27,7 +27,7 @@ MAX_REL_L2 = 1.8e-3
 """Of a kernel against fp32 with a bf16 intermediate; the rounding of the bf16 result alone is 1.66e-3."""
 _FEW_VALUES, _MAX_REL_L2_OF_FEW = 1024, 2.2e-3  # the mean of few roundings scatters
 LOCAL_EXPERTS, ALL_EXPERTS, FIRST_LOCAL = 8, 16, 4
-_ROUTER_MODEL = pathlib.Path(__file__).parents[2] / "models" / "tiny-gptoss"
+_ROUTER_MODEL = CHECKOUT / "models" / "tiny-gptoss"
 
 ROWS = {
     **VARIANTS,
