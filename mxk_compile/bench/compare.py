@@ -1,6 +1,6 @@
 """`mxk bench --compare`: the published table's form, from rows of two implementations.
 
-Tokens  Routing  Local routes    stock µs    fused µs  Speed-up
+Tokens  Routing  Local routes    stock µs    fused µs  Speed-up  stock rel_l2  fused rel_l2
 """
 
 from __future__ import annotations
@@ -79,11 +79,16 @@ def table(pairs: Sequence[Pair]) -> str:
         header = (
             f"{'Tokens':>6}  {'Routing':7}  {'Local routes':>12}  {first + ' µs':>14}  {second + ' µs':>14}"
         )
-        block = [caption(lines[0]), f"{header}  {'Speed-up':>8}  {'rel_l2':>20}"]
+        block = [
+            caption(lines[0]),
+            f"{header}  {'Speed-up':>8}  {first + ' rel_l2':>14}  {second + ' rel_l2':>14}",
+        ]
         for a, b in lines:
             call = f"{a.num_tokens:6}  {a.routing:7}  {a.local_routes:12}"
-            errors = " and ".join("-" if row.rel_l2 is None else f"{row.rel_l2:.2e}" for row in (a, b))
-            block.append(f"{call}  {a.us:14.1f}  {b.us:14.1f}  {a.us / b.us:7.1f}x  {errors:>20}")
+            errors = "  ".join(
+                "-".rjust(14) if row.rel_l2 is None else f"{row.rel_l2:14.2e}" for row in (a, b)
+            )
+            block.append(f"{call}  {a.us:14.1f}  {b.us:14.1f}  {a.us / b.us:7.1f}x  {errors}")
         blocks.append("\n".join(block))
     return "\n\n".join(blocks)
 

@@ -187,7 +187,7 @@ def _speed(page: Page, rows: Sequence[Row]) -> None:
         header = ("tokens", "routing", "local routes")
         if pairs:
             page.table(
-                (*header, "beside", "its µs", "fused µs", "floor µs", "speed-up"),
+                (*header, "compared with", "its µs", "fused µs", "floor µs", "speed-up"),
                 [
                     (
                         *(fused.num_tokens, fused.routing, fused.local_routes, other.impl),

@@ -187,7 +187,7 @@ def _floor(rows: Sequence[Row]) -> Plot | None:
     megabytes = [(row.packed_gb_s or 0.0) * row.us / 1e3 for row in known]
     floor_us = [mb / read * 1e3 for mb in megabytes]
     x_ends, y_ends = _ends(megabytes), _ends([*floor_us, *(row.us for row in known)])
-    left, right, top, bottom = 70.0, _WIDTH - 24, 36.0, 320.0
+    left, right, top, bottom = 90.0, _WIDTH - 24, 36.0, 320.0  # left of it: "100,000,000", or "µs a call"
 
     def place(mb: float, us: float) -> tuple[float, float]:
         across = math.log(mb / x_ends[0]) / math.log(x_ends[1] / x_ends[0])

@@ -134,9 +134,9 @@ def test_the_published_form_of_the_table(tmp_path: pathlib.Path, capsys: pytest.
     assert main(["bench", "--compare", str(first), str(second)]) == 0
     expected = """\
 gptoss: 32 of 128 experts, K = 2880, I = 2880, top-4, mxfp4; measured, A processor, 2 threads
-Tokens  Routing  Local routes        stock µs        fused µs  Speed-up                rel_l2
-     1  random              1           246.0            51.5      4.8x               - and -
-     8  random              7          2362.9           235.8     10.0x  5.10e-03 and 1.60e-03
+Tokens  Routing  Local routes        stock µs        fused µs  Speed-up    stock rel_l2    fused rel_l2
+     1  random              1           246.0            51.5      4.8x               -               -
+     8  random              7          2362.9           235.8     10.0x        5.10e-03        1.60e-03
 """
     assert capsys.readouterr().out == expected
     together = save(tmp_path / "both.json", *rows.read(second), *rows.read(first))
