@@ -25,7 +25,6 @@ from mxk_compile.variants import VARIANTS, MoEVariant
 
 MAX_REL_L2 = 1.8e-3
 """Of a kernel against fp32 with a bf16 intermediate; the rounding of the bf16 result alone is 1.66e-3."""
-_FEW_VALUES, _MAX_REL_L2_OF_FEW = 1024, 2.2e-3  # the mean of few roundings scatters
 LOCAL_EXPERTS, ALL_EXPERTS, FIRST_LOCAL = 8, 16, 4
 _ROUTER_MODEL = CHECKOUT / "models" / "tiny-gptoss"
 
@@ -166,16 +165,6 @@ def describe(case: MoECase) -> MoEDesc:
     return MoEDesc.from_call(*case.routing, *case.weights, **case.attributes)
 
 
-def token_counts(most: int, quick: bool) -> list[int]:
-    """Powers of two up to the most tokens of a call; `quick`: fewest and most."""
-    return [1, most] if quick else [2**n for n in range(most.bit_length())]
-
-
-def most_tokens(case: MoECase) -> int:
-    """Of one call like `case` of the Gaudi kernels."""
-    return tpc.token_range(describe(case))[1]
-
-
 def run_case(case: MoECase) -> Tensor:
     """The call as a graph on a Gaudi makes it: `custom_op::mxk_*` in sequence."""
     scalars = {name: case.attributes[name] for name in ("alpha", "limit", "experts_min")}
@@ -187,11 +176,6 @@ def error_of(value: Tensor, expected: Tensor) -> float:
     if not expected.any():
         return 0.0 if not value.any() else float("inf")
     return rel_l2(value, expected)
-
-
-def limit_of(num_values: int) -> float:
-    """Largest rel_l2 that passes, of a result with so many values."""
-    return MAX_REL_L2 if num_values >= _FEW_VALUES else _MAX_REL_L2_OF_FEW
 
 
 def badness(error: float) -> float:

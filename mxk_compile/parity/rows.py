@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxk_compile.kernels import tpc
 from mxk_compile.parity.cases import (
+    MAX_REL_L2,
     ROWS,
     Run,
     Source,
     badness,
+    describe,
     error_of,
-    limit_of,
     local_routes,
     make_case,
-    most_tokens,
     on_device,
     random_source,
     say,
-    token_counts,
 )
 from mxk_compile.parity.stock import run_stock
 from mxk_compile.testing import MoECase
 
-HEADER = f"{'variant':10}{'K':>6}{'I':>6}  {'routing':8}{'rms':>4}{'T':>7}{'routes':>8}"
+TITLES = f"{'variant':10}{'K':>6}{'I':>6}  {'routing':8}{'rms':>4}{'T':>7}{'routes':>8}  {'kernel rel_l2':21}stock rel_l2"
 _QUICK_RANDOM = 4  # tokens: several, some of whose routes are to other cards
-TITLES = f"{HEADER}  {'kernel rel_l2':21}stock rel_l2"
+_FEW_VALUES, _MAX_REL_L2_OF_FEW = 1024, 2.2e-3  # the mean of few roundings scatters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Row:
     @property
     def limit(self) -> float:
         """Largest rel_l2 that passes."""
-        return limit_of(self.num_tokens * self.sizes[0])
+        return MAX_REL_L2 if self.num_tokens * self.sizes[0] >= _FEW_VALUES else _MAX_REL_L2_OF_FEW
 
     def __str__(self) -> str:
         return f"{self.variant} {self.routing} T={self.num_tokens} rms={self.rms:g}: {self.kernel_rel_l2:.2e}"
@@ -69,13 +69,13 @@ def calls_of(source: Source, most: int, quick: bool) -> list[tuple[str, float, i
     groups = [("random", 1.0), ("hot", 4.0)] + [("random", 4.0), ("hot", 1.0)] * (not quick)
     if source.router is not None:
         groups += [("router", 4.0)] + [("router", 1.0)] * (not quick)
-    return [
-        (routing, rms, num_tokens)
-        for routing, rms in sorted(groups)
-        for num_tokens in token_counts(
-            min(most, _QUICK_RANDOM) if quick and routing == "random" else most, quick
-        )
-    ]
+
+    def token_counts(routing: str) -> list[int]:
+        if quick:
+            return [1, min(most, _QUICK_RANDOM) if routing == "random" else most]
+        return [2**n for n in range(most.bit_length())]
+
+    return [(routing, rms, count) for routing, rms in sorted(groups) for count in token_counts(routing)]
 
 
 def references(
@@ -125,7 +125,8 @@ def measure(
         round_intermediate: as the kernels there do.
     """
     if most is None:
-        most = most_tokens(on_device(make_case(source.variant, 1, "hot", 1.0, source=source), device))
+        one = on_device(make_case(source.variant, 1, "hot", 1.0, source=source), device)
+        _, most = tpc.token_range(describe(one))
     keys = calls_of(source, most, quick)
     cases = [
         make_case(source.variant, num_tokens, routing, rms, source=source)
