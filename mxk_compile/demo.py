@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mxk_compile.errors import CallError
 from mxk_compile.explain import explain
 from mxk_compile.integrations import transformers as models
+from mxk_compile.integrations.stock_experts import StockExperts, stock_experts
 from mxk_compile.ops import moe
 from mxk_compile.passes import Report
 from mxk_compile.testing import machine, rel_l2
@@ -64,7 +65,7 @@ class Run:
 class ReferenceExperts(nn.Module):
     """The experts of one layer in fp32 without any rounding, unpacked one at a time: the yardstick of parity."""
 
-    def __init__(self, experts: models.StockExperts) -> None:
+    def __init__(self, experts: StockExperts) -> None:
         super().__init__()
         self.experts = experts
 
@@ -78,13 +79,13 @@ class ReferenceExperts(nn.Module):
 
 def reference_model(model: Any) -> Any:
     """A copy of a loaded model that computes everything in fp32; packed experts are shared, not copied."""
-    shared = {id(module): module for module in models.stock_experts(model).values()}
+    shared = {id(module): module for module in stock_experts(model).values()}
     reference = copy.deepcopy(model, dict(shared))
-    for name, experts in models.stock_experts(reference).items():
+    for name, experts in stock_experts(reference).items():
         reference.get_submodule(name.rpartition(".")[0]).experts = nn.Identity()
         shared[id(experts)] = experts
     reference.float()
-    for name, experts in models.stock_experts(model).items():
+    for name, experts in stock_experts(model).items():
         reference.get_submodule(name.rpartition(".")[0]).experts = ReferenceExperts(experts)
     return reference
 
@@ -195,7 +196,7 @@ def rewrite_table(model: Any, num_tokens: int) -> Report:
 def memory_line(model: Any) -> str:
     """Bytes of the experts, packed as they are and as a bf16 copy, and of the rest."""
     packed = unpacked = 0
-    for experts in models.stock_experts(model).values():
+    for experts in stock_experts(model).values():
         packed += sum(buffer.nbytes for buffer in experts.buffers())
         unpacked += 2 * 2 * (experts.w13_weight.nbytes + experts.w2_weight.nbytes)
         unpacked += sum(bias.nbytes for bias in (experts.w13_bias, experts.w2_bias) if bias is not None)
@@ -273,12 +274,12 @@ def parity_lines(scored: dict[str, Tensor], exact: Tensor, ids: Sequence[int], t
 
 def layer_lines(model: Any, ids: Sequence[int]) -> list[str]:
     """Error of the MoE op alone against fp32, and its time for one token, on what the layers get from the text."""
-    calls: list[tuple[models.StockExperts, tuple[Tensor, ...], Tensor]] = []
+    calls: list[tuple[StockExperts, tuple[Tensor, ...], Tensor]] = []
 
-    def record(module: models.StockExperts, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def record(module: StockExperts, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         calls.append((module, inputs, output))
 
-    handles = [experts.register_forward_hook(record) for experts in models.stock_experts(model).values()]
+    handles = [experts.register_forward_hook(record) for experts in stock_experts(model).values()]
     with torch.no_grad():
         model(input_ids=torch.tensor([list(ids[:32])], device=model.device), use_cache=False)
     for handle in handles:

@@ -17,6 +17,7 @@ import torch
 
 import mxk_compile
 from mxk_compile import cli
+from mxk_compile.integrations.stock_experts import stock_experts
 
 pytest.importorskip("transformers")
 from mxk_compile import demo
@@ -332,7 +333,7 @@ def test_the_fp32_reference_is_the_unpacked_fp32_model(folder: Path) -> None:
     assert demo.rel_l2(found, exact) < 1e-5
     # The loaded model is as it was, and shares its packed bytes.
     assert model.lm_head.weight.dtype == torch.bfloat16
-    first = next(iter(models.stock_experts(model).values()))
+    first = next(iter(stock_experts(model).values()))
     assert reference.model.layers[0].mlp.experts.experts.w13_weight is first.w13_weight
 
 

@@ -26,19 +26,8 @@ from torch import Tensor, nn
 
 from mxk_compile.checkpoint import Checkpoint
 from mxk_compile.errors import CallError, CheckpointError, MxkError
-from mxk_compile.integrations.stock_experts import StockExperts, stock_experts
+from mxk_compile.integrations.stock_experts import StockExperts
 from mxk_compile.ops.formats.int4 import FLOAT_DTYPES
-
-__all__ = [
-    "Session",
-    "StockExperts",
-    "greedy",
-    "load",
-    "load_tokenizer",
-    "read_config",
-    "stock_experts",
-    "stop_tokens",
-]
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 _DTYPES = (torch.bfloat16, torch.float32)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mxk_compile.bench import timing
 from mxk_compile.bench.rows import Row
 from mxk_compile.bench.runner import measured
-from mxk_compile.integrations import transformers as models
+from mxk_compile.integrations.stock_experts import StockExperts, stock_experts
 from mxk_compile.kernels import MoEDesc, select, supports
 from mxk_compile.ops import moe
 from mxk_compile.parity.cases import error_of
@@ -48,7 +48,7 @@ class _Received:
     """A layer and what it received."""
 
     name: str
-    experts: models.StockExperts
+    experts: StockExperts
     inputs: tuple[Tensor, ...]
 
     def stock(self, num_tokens: int) -> Call:
@@ -84,14 +84,14 @@ def measure(model: Any, name: str) -> tuple[list[LayerFigures], list[Row]]:
 
 def _receive(model: Any, num_tokens: int) -> list[_Received]:
     found: list[_Received] = []
-    names = {id(module): path for path, module in models.stock_experts(model).items()}
+    names = {id(module): path for path, module in stock_experts(model).items()}
 
-    def record(module: models.StockExperts, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def record(module: StockExperts, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         hidden, ids, weights = inputs
         kept = hidden.to(torch.bfloat16), ids, weights.to(torch.bfloat16)
         found.append(_Received(names[id(module)], module, kept))
 
-    handles = [module.register_forward_hook(record) for module in models.stock_experts(model).values()]
+    handles = [module.register_forward_hook(record) for module in stock_experts(model).values()]
     generator = torch.Generator().manual_seed(_SEED)
     ids = torch.randint(0, model.config.vocab_size, (1, num_tokens), generator=generator)
     try:

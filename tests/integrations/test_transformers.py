@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import mxk_compile
 from mxk_compile.checkpoint import Checkpoint
 from mxk_compile.errors import CallError, CheckpointError
+from mxk_compile.integrations.stock_experts import StockExperts, stock_experts
 
 pytest.importorskip("transformers")
 from mxk_compile.integrations import transformers as models
@@ -89,7 +90,7 @@ def rel_l2(value: torch.Tensor, exact: torch.Tensor) -> float:
 
 def test_the_experts_are_the_bytes_of_the_file(folder: Path, model: Any) -> None:
     weights = load_file(folder / "model.safetensors")
-    experts = models.stock_experts(model)
+    experts = stock_experts(model)
     assert list(experts) == LAYERS
     for name, module in experts.items():
         parts = {
@@ -117,8 +118,7 @@ def test_the_model_is_complete_and_for_inference(folder: Path, model: Any) -> No
     # Nothing unpacked anywhere: the experts take 4.25 bits a weight and their biases.
     weights = 8 * 3 * 64 * 96
     assert (
-        sum(b.nbytes for b in models.stock_experts(model)[LAYERS[0]].buffers())
-        == weights * 17 // 32 + 8 * 256 * 2
+        sum(b.nbytes for b in stock_experts(model)[LAYERS[0]].buffers()) == weights * 17 // 32 + 8 * 256 * 2
     )
 
 
@@ -148,7 +148,7 @@ def test_float32_keeps_the_dense_part_exact(folder: Path, ids: torch.Tensor) -> 
 def test_limit_and_alpha_come_from_the_config(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "swiglu_limit": 3.5}))
-    experts = models.stock_experts(mxk_compile.load(copy))[LAYERS[0]]
+    experts = stock_experts(mxk_compile.load(copy))[LAYERS[0]]
     assert (experts.alpha, experts.limit) == (1.702, 3.5)
     inputs = 8 * torch.randn(3, 64).bfloat16(), torch.tensor([[0, 1]] * 3), torch.ones(3, 2).bfloat16()
     clamped, experts.limit = experts(*inputs), math.inf
@@ -230,7 +230,7 @@ def test_other_mistakes_are_one_line(folder: Path, copy: Path, tmp_path: Path) -
         mxk_compile.load(tmp_path / ("a" * 5000))
     packed = Checkpoint(copy).experts(LAYERS[0])
     with pytest.raises(CallError, match="experts without biases"):
-        models.StockExperts(replace(packed, w2_bias=None), 1.702, 7.0, torch.device("cpu"))
+        StockExperts(replace(packed, w2_bias=None), 1.702, 7.0, torch.device("cpu"))
     (copy / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         mxk_compile.load(copy)
