@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mxk_compile.ops.dequant import dequantize
 from mxk_compile.ops.project import experts_of_rows
-from mxk_compile.projections import PreparedWeight, align, contiguous, indexed, masked, prepare, routes
+from mxk_compile.projections import PreparedWeight, contiguous, masked, prepare, routes
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, GROUP = 7168, 2048, 384, 8, 32
 MAX_M = 256  # rows of an expert's budget in "masked"
@@ -240,22 +240,12 @@ def draw_routes(num_tokens: int, num_experts: int, device: str) -> Tensor:
     return scores.topk(TOP_K, dim=1).indices.int()
 
 
-def make_call(
-    scenario: Scenario,
-    device: str,
-    weight: PreparedWeight | None = None,
-    block_size: int | None = None,
-) -> Call:
-    """The tensors and the call of a scenario.
+def make_call(scenario: Scenario, device: str) -> Call:
+    """The tensors and the call of a scenario, one of SCENARIOS or with smaller sizes, on "cuda" or "cpu".
 
-    Args:
-        scenario: of SCENARIOS, or with smaller sizes.
-        device: "cuda" or "cpu".
-        weight: in place of `make_weight`'s, for several counts of one projection.
-        block_size: of indexed scenarios: makes lists of sorted routes before the call, in blocks of this size, as in
-            Chord's tables; by default the call gets topk_ids and makes its row lists itself.
+    An indexed call gets topk_ids and makes its row lists itself; in Chord's tables they are made before.
     """
-    weight = weight or make_weight(scenario, device)
+    weight = make_weight(scenario, device)
     generator = torch.Generator(device).manual_seed(scenario.seed)
     num_experts, count, kind = scenario.num_experts, scenario.count, scenario.kind
     top_k = TOP_K if kind == "indexed" and scenario.projection == "gate_up" else 1
@@ -273,11 +263,7 @@ def make_call(
         run = partial(masked, x, weight, routing, count, out=out)
     else:
         overload, routing = "routes", draw_routes(scenario.num_tokens, num_experts, device)
-        if block_size is None:
-            run = partial(routes, x, weight, routing, top_k=top_k, out=out)
-        else:
-            lists = align(routing, num_experts, block_size)
-            run = partial(indexed, x, weight, *lists, top_k=top_k, block_size=block_size, out=out)
+        run = partial(routes, x, weight, routing, top_k=top_k, out=out)
     experts = experts_of_rows(overload, num_rows, num_experts, (routing,), {})
     touched = int((experts.unique() >= 0).sum())
     return Call(scenario, run, x, weight, out, experts, top_k, touched)

@@ -34,12 +34,13 @@ _ROUTES_WEIGHTS = (0, 0)  # router weights have no part in a projection
 
 
 def refusal(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> str | None:
-    """None if `project` runs a call that `check_project` accepts on a device that runs the kernels, else the reason."""
+    """None if `project` runs a call that `check_project` accepts on a device that runs the kernels, else the reason.
+
+    Its weights are packed along the inputs.
+    """
     routing, (weight, *_) = args[: NUM_ROUTING[overload]], args[NUM_ROUTING[overload] :]
     num_experts, columns = weight.shape[0], x.shape[-1]
-    if attributes.get("pack_dim", "input") != "input":
-        reason = "pack_dim is 'output'; allowed: 'input'"
-    elif x.dtype != torch.bfloat16:
+    if x.dtype != torch.bfloat16:
         reason = f"x is {x.dtype}; allowed: torch.bfloat16"
     elif columns == 0 or columns % 32:
         reason = f"K = {columns}; allowed: multiples of 32 above 0"

@@ -194,7 +194,6 @@ def test_nothing_to_do() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"pack_dim": "output"}, "pack_dim is 'output'; allowed: 'input'"),
         ({"dtype": torch.float16}, "x is torch.float16; allowed: torch.bfloat16"),
         ({"columns": 48}, "K = 48; allowed: multiples of 32 above 0"),
         ({"num_experts": 1025}, "E = 1025; allowed: up to 1024"),
@@ -205,8 +204,7 @@ def test_what_the_kernel_does_not_take(changes: dict[str, Any], reason: str) -> 
     x = torch.empty(4, columns, dtype=changes.get("dtype", torch.bfloat16))
     packed = torch.empty(num_experts, 8, columns // 2, dtype=torch.uint8)
     arguments = (torch.empty(4, 8), x, torch.zeros(2, 2, dtype=torch.int32), packed, packed)
-    given = grouped.refusal("routes", *arguments, top_k=1, pack_dim=changes.get("pack_dim", "input"))
-    assert given == f"CUDA kernels: {reason}"
+    assert grouped.refusal("routes", *arguments, top_k=1) == f"CUDA kernels: {reason}"
 
 
 def test_blocks_beyond_shared_memory_are_refused() -> None:
