@@ -48,7 +48,7 @@ VERSIONS = {
     "0.30": "known: published figures are from its image",
 }
 """Releases (major.minor) of vllm-gaudi that are followed; all others are refused with the reason."""
-_OLDEST, _NEWEST = "0.24", "0.30"
+_OLDEST, *_, _NEWEST = VERSIONS
 _RUNNER, _WORKER = "vllm_gaudi.v1.worker.hpu_model_runner", "vllm_gaudi.v1.worker.hpu_worker"
 _REBIND = "_rebind_moe_expert_weights"
 

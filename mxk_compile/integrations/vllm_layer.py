@@ -59,11 +59,7 @@ class PackedRoutedExperts(RoutedExperts):
             return Mxfp4Method(moe_config)
         if kind is GptOssMxfp4MoEMethod and fits(self, GptOssMethod):
             return GptOssMethod(moe_config)
-        if (
-            kind is w4a4_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod
-            and _whole_groups(moe_config)
-            and fits(self, TensorsMxfp4Method)
-        ):
+        if kind is w4a4_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod and fits(self, TensorsMxfp4Method):
             return TensorsMxfp4Method(moe_config)
         if kind is wna16.CompressedTensorsWNA16MoEMethod:
             weights = stock.weight_quant
@@ -71,14 +67,6 @@ class PackedRoutedExperts(RoutedExperts):
             if is_int4 and fits(self, Int4Method, weights.group_size or -1):
                 return Int4Method(weights, stock.input_quant, moe_config)
         return stock
-
-
-def _whole_groups(moe_config: Any) -> bool:
-    """Whether a rank's share needs no padding."""
-    size: int = moe_config.intermediate_size_per_partition
-    if size % 32:
-        _logger.warning_once("mxk_compile: MoE layers stay stock: intermediate size of a rank %d", size)
-    return size % 32 == 0
 
 
 def register() -> None:

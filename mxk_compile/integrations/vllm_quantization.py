@@ -59,12 +59,12 @@ def _activation(moe: Any) -> dict[str, Any] | None:
     return {"activation": "silu"}
 
 
-def refusal(layer: Any, weight_format: str, row_order: str, group_size: int) -> str | None:
-    """None if a fused kernel runs this RoutedExperts layer, else the reason in one line.
+def refusal(layer: Any, method: type[PackedMethod], group_size: int) -> str | None:
+    """None if a fused kernel runs this RoutedExperts layer by a method of ours, else the reason in one line.
 
     Args:
         layer: the RoutedExperts, whose sizes and routing are set and whose parameters are not yet made.
-        weight_format, row_order: as in the schema of `mxk::moe`.
+        method: which.
         group_size: values that share a scale; -1 is per channel.
     """
     moe = layer.moe_config
@@ -81,7 +81,7 @@ def refusal(layer: Any, weight_format: str, row_order: str, group_size: int) -> 
         if present:
             return f"{name} is not supported"
     hidden_size, intermediate_size = moe.hidden_dim, moe.intermediate_size_per_partition
-    if weight_format == "mxfp4":
+    if method.is_padded:
         intermediate_size += -intermediate_size % _GROUP
     per_channel = group_size == -1
     for name, size in {"hidden size": hidden_size, "intermediate size of a rank": intermediate_size}.items():
@@ -96,9 +96,9 @@ def refusal(layer: Any, weight_format: str, row_order: str, group_size: int) -> 
         num_experts=moe.num_local_experts,
         top_k=moe.experts_per_token,
         group_sizes=sizes,
-        weight_format=weight_format,
+        weight_format=method.weight_format,
         pack_dim="input",
-        row_order=row_order,
+        row_order=method.row_order,
         activation=activation["activation"],
         bias=moe.has_bias,
     )
@@ -223,7 +223,7 @@ def fits(layer: Any, method: type[PackedMethod], group_size: int = _GROUP) -> bo
     """
     if not isinstance(layer, RoutedExperts):
         return False
-    reason = refusal(layer, method.weight_format, method.row_order, group_size)
+    reason = refusal(layer, method, group_size)
     if reason is None:
         _logger.info_once("mxk_compile: packed experts run through mxk::moe (%s)", method.weight_format)
     else:

@@ -56,7 +56,7 @@ def layer(**changes: Any) -> Any:
     ],
 )
 def test_taken(changes: dict[str, Any]) -> None:
-    assert refusal(layer(**changes), "mxfp4", "gate_up", 32) is None
+    assert refusal(layer(**changes), vllm_quantization.Mxfp4Method, 32) is None
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_taken(changes: dict[str, Any]) -> None:
     ],
 )
 def test_left_stock(changes: dict[str, Any], reason: str) -> None:
-    assert refusal(layer(**changes), "mxfp4", "gate_up", 32) == reason
+    assert refusal(layer(**changes), vllm_quantization.Mxfp4Method, 32) == reason
 
 
 def test_without_a_usable_kernel_layers_stay_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     from mxk_compile.kernels import cpu
 
     monkeypatch.setattr(cpu, "available", lambda: "libmxk_cpu.so was not built; reinstall")
-    reason = refusal(layer(), "mxfp4", "gate_up", 32)
+    reason = refusal(layer(), vllm_quantization.Mxfp4Method, 32)
     assert reason == "CPU kernels: libmxk_cpu.so was not built; reinstall"
 
 
@@ -132,9 +132,9 @@ def test_other_compressed_tensors_schemes_are_vllms(scheme: Any, monkeypatch: py
 
 def test_int4_ranks_hold_whole_groups() -> None:
     sizes = {"intermediate_size_per_partition": 96}
-    assert refusal(layer(**sizes), "uint4", "gate_up", 32) is None
-    assert refusal(layer(**sizes), "uint4", "gate_up", -1) is None
-    reason = refusal(layer(**sizes), "uint4", "gate_up", 64)
+    assert refusal(layer(**sizes), vllm_quantization.Int4Method, 32) is None
+    assert refusal(layer(**sizes), vllm_quantization.Int4Method, -1) is None
+    reason = refusal(layer(**sizes), vllm_quantization.Int4Method, 64)
     assert reason == "intermediate size of a rank 96 is not a multiple of 64"
 
 
