@@ -56,6 +56,11 @@ def convert(
     if not found:
         allowed = "modules named experts of transformers 5.x"
         raise CallError(_WHAT, f"{type(model).__name__} without them", allowed, "convert before compiling")
+    if not found[0][0]:  # the module cannot be replaced in itself
+        allowed = "a model that holds experts"
+        raise CallError(
+            _WHAT, f"{type(model).__name__}, the experts alone", allowed, "convert what they are in"
+        )
     for name, module in found:
         reason = _refusal(module, weight_format if packed is None else None)
         if reason is not None:
@@ -108,6 +113,11 @@ def _refusal(module: Any, weight_format: str | None) -> str | None:
         return "a gate that is neither SiLU nor SwiGLU-OAI"
     if weight_format is None:
         return None
+    for weight in (module.down_proj, module.gate_up_proj):
+        if weight.is_meta:
+            return "weights on the meta device, which hold no values"
+        if weight.dtype not in (*int4.FLOAT_DTYPES, torch.float64):
+            return f"weights of {weight.dtype}"
     columns = [module.down_proj.shape[-1], module.gate_up_proj.shape[-1]]
     if _is_interleaved(module):
         columns = [weight.shape[1] for weight in (module.down_proj, module.gate_up_proj)]

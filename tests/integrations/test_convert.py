@@ -239,6 +239,12 @@ def test_other_models_are_refused() -> None:
     odd = random_model("Qwen3Moe", moe_intermediate_size=40)
     with pytest.raises(CallError, match="K and I of 64 and 40, not multiples of 32; "):
         mxk_compile.convert(odd)
+    with pytest.raises(CallError, match="MixtralExperts, the experts alone; allowed: a model that holds"):
+        mxk_compile.convert(random_model("Mixtral").model.layers[0].mlp.experts)
+    with pytest.raises(CallError, match="weights on the meta device, which hold no values; "):
+        mxk_compile.convert(random_model("Mixtral").to("meta"))
+    with pytest.raises(CallError, match=r"weights of torch.float8_e4m3fn; "):
+        mxk_compile.convert(random_model("Mixtral").to(torch.float8_e4m3fn))
     clamped = random_model("Mixtral")
     for layer in clamped.model.layers:
         layer.mlp.experts._apply_gate = lambda joined: joined.chunk(2, dim=-1)[1]
