@@ -31,7 +31,7 @@ from mxk_compile.bench.points import DEFAULT_VARIANT, ROUTINGS, Point
 from mxk_compile.bench.runner import result_errors
 from mxk_compile.kernels import cpu
 from mxk_compile.settings import CPU_ISAS
-from mxk_compile.testing import MoECase, machine
+from mxk_compile.testing import MoECase, machine, random_layer
 from mxk_compile.variants import VARIANTS
 
 PEERS = (torch_bf16, aten_int4, vllm_cpu)
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> None:
     variant = VARIANTS[options.variant]
     experts = options.e_local[0] if options.e_local else variant.num_experts
     with torch.inference_mode():
-        layers = [cases.make_layer(variant, experts, seed, "cpu") for seed in range(options.copies[0])]
+        layers = [random_layer(variant, experts, seed, "cpu") for seed in range(options.copies[0])]
         points = [Point(variant.name, experts, tokens, options.routing) for tokens in options.tokens]
         first = cases.rotation(points[0], layers, cases.cache_bytes("cpu"), chain=1)
         taking_part = participants(first.layers, options.isa)

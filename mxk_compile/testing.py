@@ -15,6 +15,14 @@ from mxk_compile.ops.moe import reference
 from mxk_compile.variants import MoEVariant
 
 _TYPICAL_SCALE_BYTES = (118, 124)  # 2^-9 .. 2^-4: weights of the size that trained layers have
+_ATTRIBUTES = (
+    "weight_format",
+    "row_order",
+    "activation",
+    "alpha",
+    "limit",
+    "per_route",
+)  # of `mxk::moe`, in a row
 
 
 def rel_l2(value: Tensor, expected: Tensor) -> float:
@@ -183,3 +191,46 @@ def variant_case(variant: MoEVariant, **changes: Any) -> MoECase:
         if field.name not in ("name", "models")
     }
     return random_case(**{**arguments, **changes})
+
+
+def random_layer(variant: MoEVariant, num_experts: int, seed: int, device: str) -> MoECase:
+    """Random weights of a model row on `device`, the same for one seed and device, with an empty routing."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def integers(low: int, high: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
+
+    def weight(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        shape = (num_experts, rows)
+        groups = (*shape, columns // variant.group_size)
+        if variant.weight_format == "mxfp4":
+            scale = integers(*_TYPICAL_SCALE_BYTES, groups)
+        else:
+            scale = (torch.rand(groups, device=device, generator=generator) * 0.01 + 0.002).bfloat16()
+        return integers(0, 256, (*shape, columns // 2)), scale
+
+    def bias(columns: int) -> Tensor | None:
+        if not variant.bias:
+            return None
+        return torch.randn(num_experts, columns, device=device, generator=generator).bfloat16()
+
+    w13, w13_scale = weight(2 * variant.intermediate_size, variant.hidden_size)
+    w2, w2_scale = weight(variant.hidden_size, variant.intermediate_size)
+    return MoECase(
+        hidden_states=torch.empty(0, variant.hidden_size, dtype=torch.bfloat16, device=device),
+        topk_ids=torch.empty(0, variant.top_k, dtype=torch.int64, device=device),
+        topk_weights=torch.empty(0, variant.top_k, dtype=torch.bfloat16, device=device),
+        w13=w13,
+        w13_scale=w13_scale,
+        w2=w2,
+        w2_scale=w2_scale,
+        w13_zero=None,
+        w2_zero=None,
+        w13_bias=bias(2 * variant.intermediate_size),
+        w2_bias=bias(variant.hidden_size),
+        attributes={
+            **{name: getattr(variant, name) for name in _ATTRIBUTES},
+            "pack_dim": "input",
+            "experts_min": 0,
+        },
+    )

@@ -19,7 +19,6 @@ from mxk_compile.bench.points import Point
 from mxk_compile.testing import MoECase
 from mxk_compile.variants import VARIANTS, MoEVariant
 
-_SCALE_BYTES = (118, 124)  # 2^-9 .. 2^-4: weights of the size that trained layers have
 _DRAWS = 400  # tries for a routing with the wanted number of local routes
 _ROUTER_INPUTS = 256
 _CACHES = 4  # a rotation touches this many times the last cache, where the layer's copies have as much
@@ -49,54 +48,6 @@ class Rotation:
         """Packed bytes that all calls together touch, at most all there are."""
         touched = self.experts_touched * self.expert_bytes * len(self.calls)
         return min(touched, len(self.layers) * len(self.layers[0].w2) * self.expert_bytes)
-
-
-def make_layer(variant: MoEVariant, num_experts: int, seed: int, device: str) -> MoECase:
-    """Random weights of a model row on `device`, the same for one seed and device, with an empty routing."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def weight(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        shape = (num_experts, rows)
-        groups = (*shape, columns // variant.group_size)
-        if variant.weight_format == "mxfp4":
-            low, high = _SCALE_BYTES
-            scale = torch.randint(low, high, groups, dtype=torch.uint8, device=device, generator=generator)
-        else:
-            scale = (torch.rand(groups, device=device, generator=generator) * 0.01 + 0.002).bfloat16()
-        size = (*shape, columns // 2)
-        packed = torch.randint(0, 256, size, dtype=torch.uint8, device=device, generator=generator)
-        return packed, scale
-
-    def bias(columns: int) -> Tensor | None:
-        if not variant.bias:
-            return None
-        return torch.randn(num_experts, columns, device=device, generator=generator).bfloat16()
-
-    w13, w13_scale = weight(2 * variant.intermediate_size, variant.hidden_size)
-    w2, w2_scale = weight(variant.hidden_size, variant.intermediate_size)
-    return MoECase(
-        hidden_states=torch.empty(0, variant.hidden_size, dtype=torch.bfloat16, device=device),
-        topk_ids=torch.empty(0, variant.top_k, dtype=torch.int64, device=device),
-        topk_weights=torch.empty(0, variant.top_k, dtype=torch.bfloat16, device=device),
-        w13=w13,
-        w13_scale=w13_scale,
-        w2=w2,
-        w2_scale=w2_scale,
-        w13_zero=None,
-        w2_zero=None,
-        w13_bias=bias(2 * variant.intermediate_size),
-        w2_bias=bias(variant.hidden_size),
-        attributes={
-            "weight_format": variant.weight_format,
-            "row_order": variant.row_order,
-            "activation": variant.activation,
-            "alpha": variant.alpha,
-            "limit": variant.limit,
-            "pack_dim": "input",
-            "experts_min": 0,
-            "per_route": variant.per_route,
-        },
-    )
 
 
 def draw(point: Point) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,7 @@ from mxk_compile.ops.moe import WEIGHTS
 from mxk_compile.parity.cases import describe as describe_call
 from mxk_compile.parity.cases import run_case
 from mxk_compile.parity.emulated import chunk_row_cycles
-from mxk_compile.testing import MoECase
+from mxk_compile.testing import MoECase, random_layer
 from mxk_compile.variants import VARIANTS, MoEVariant
 
 _METHOD = "time model of kernels/tpc/time_model.py at the emulator's counts"
@@ -77,7 +77,7 @@ def zeros(point: Point) -> MoECase:
     new_ids = torch.full_like(ids, len(used))
     new_ids[ids < point.num_experts] = renumbered
     num_experts = max(len(used), 1)
-    layer = cases.make_layer(variant, 1, 0, "cpu")
+    layer = random_layer(variant, 1, 0, "cpu")
     weights_of_zeros: dict[str, Any] = {
         name: None if weight is None else torch.zeros(num_experts, *weight.shape[1:], dtype=weight.dtype)
         for name, weight in zip(WEIGHTS, layer.weights, strict=True)

@@ -19,7 +19,7 @@ from mxk_compile.bench.rows import Row
 from mxk_compile.bench.timing import Method, Times
 from mxk_compile.errors import KernelError
 from mxk_compile.parity.cases import error_of
-from mxk_compile.testing import MoECase, processor
+from mxk_compile.testing import MoECase, processor, random_layer
 from mxk_compile.variants import VARIANTS
 from mxk_compile.version import __version__
 
@@ -77,7 +77,7 @@ def run(points: list[Point], device: str, impl: str, method: Method, say: Say) -
 def _layers(point: Point, device: str, cache_bytes: int) -> Iterable[MoECase]:
     variant = VARIANTS[point.variant]
     for copy in range(cases.num_copies(variant, point.num_experts, cache_bytes)):
-        yield cases.make_layer(variant, point.num_experts, point.seed + copy, device)
+        yield random_layer(variant, point.num_experts, point.seed + copy, device)
 
 
 def _measure(

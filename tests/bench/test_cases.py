@@ -11,7 +11,7 @@ from mxk_compile.bench import cases, points
 from mxk_compile.bench.points import Point
 from mxk_compile.bench.published import PUBLISHED
 from mxk_compile.kernels.tpc import time_model
-from mxk_compile.testing import variant_case
+from mxk_compile.testing import random_layer, variant_case
 from mxk_compile.variants import VARIANTS
 
 
@@ -57,7 +57,7 @@ def test_even_routing_deals_routes_in_turn() -> None:
 @pytest.mark.parametrize("name", ["gptoss", "kimi_int4", "muse"])
 def test_a_layer_looks_like_a_case_of_its_row(name: str) -> None:
     small = dataclasses.replace(VARIANTS[name], hidden_size=64, intermediate_size=32)
-    layer = cases.make_layer(small, 3, 0, "cpu")
+    layer = random_layer(small, 3, 0, "cpu")
     like = variant_case(small, num_experts=3)
     assert layer.attributes == like.attributes
     for made, expected in zip(layer.weights, like.weights, strict=True):
@@ -65,9 +65,9 @@ def test_a_layer_looks_like_a_case_of_its_row(name: str) -> None:
         if made is not None:
             assert made.dtype == expected.dtype
             assert made.shape == expected.shape
-    again = cases.make_layer(small, 3, 0, "cpu")
+    again = random_layer(small, 3, 0, "cpu")
     assert torch.equal(layer.w13, again.w13)
-    assert not torch.equal(layer.w13, cases.make_layer(small, 3, 1, "cpu").w13)
+    assert not torch.equal(layer.w13, random_layer(small, 3, 1, "cpu").w13)
 
 
 def test_a_rotation_keeps_routes_and_hits_and_walks_over_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_rotation_keeps_routes_and_hits_and_walks_over_all_experts(monkeypatch
         VARIANTS, "gptoss", dataclasses.replace(VARIANTS["gptoss"], hidden_size=64, intermediate_size=32)
     )
     point = Point("gptoss", 16, 3, "random")
-    layers = [cases.make_layer(VARIANTS["gptoss"], 16, seed, "cpu") for seed in range(2)]
+    layers = [random_layer(VARIANTS["gptoss"], 16, seed, "cpu") for seed in range(2)]
     of_expert = (64 * 64 + 64 * 32) // 2 + 64 * 2 + 64
     found = cases.rotation(point, layers, cache_bytes=16 * of_expert, chain=8)
     assert found.expert_bytes == of_expert

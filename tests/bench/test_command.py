@@ -16,7 +16,7 @@ from mxk_compile.bench.rows import parse
 from mxk_compile.bench.timing import Method
 from mxk_compile.cli import main
 from mxk_compile.ops import moe
-from mxk_compile.testing import rel_l2
+from mxk_compile.testing import random_layer, rel_l2
 from mxk_compile.variants import VARIANTS
 
 TINY = Method(chain=2, replays=2, seconds=0.0, fewest=2)
@@ -56,7 +56,7 @@ def test_a_row_of_each_kind(name: str, impl: str) -> None:
 def test_the_error_of_a_row_is_that_of_its_first_call() -> None:
     point = Point("gptoss", 8, 4, "hot")
     (row,) = runner.run([point], "cpu", "fused", TINY, pytest.fail)
-    layer = cases.make_layer(VARIANTS["gptoss"], 8, 0, "cpu")
+    layer = random_layer(VARIANTS["gptoss"], 8, 0, "cpu")
     x, ids, weights = cases.draw(point)
     exact = moe.reference(
         x.double(), ids, weights.double(), *layer.weights, **layer.attributes, round_intermediate=False
