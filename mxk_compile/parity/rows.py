@@ -30,7 +30,10 @@ from mxk_compile.parity.cases import (
 from mxk_compile.parity.stock import run_stock
 from mxk_compile.testing import MoECase
 
-TITLES = f"{'variant':10}{'K':>6}{'I':>6}  {'routing':8}{'rms':>4}{'T':>7}{'routes':>8}  {'kernel rel_l2':21}stock rel_l2"
+TITLES = (
+    f"{'variant':10}{'K':>6}{'I':>6}  {'routing':8}{'rms':>4}{'T':>7}{'routes':>8}"
+    f"  {'kernel rel_l2':21}stock rel_l2"
+)
 _QUICK_RANDOM = 4  # tokens: several, some of whose routes are to other cards
 _FEW_VALUES, _MAX_REL_L2_OF_FEW = 1024, 2.2e-3  # the mean of few roundings scatters
 
