@@ -31,6 +31,7 @@ from mxk_compile.ops.moe import is_integer
 from mxk_compile.ops.project import ROUTING
 
 MODES = ("indexed", "contiguous", "masked")
+_MOST = 2**63 - 1  # of an op's number
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -271,9 +272,6 @@ def align(
     padded.scatter_(0, place, order)
     expert_ids = torch.searchsorted(ends, torch.arange(most_blocks, device=device), right=True)
     return padded[:-1].int(), expert_ids.int(), (ends[-1:] * block_size).int()
-
-
-_MOST = 2**63 - 1  # of an op's number
 
 
 def _run(

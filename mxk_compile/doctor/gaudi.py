@@ -40,7 +40,7 @@ def variables() -> Iterator[Finding]:
     if len(listed) > 1 and recipes:
         found = f"GC_KERNEL_PATH lists {len(listed)} libraries with PT_HPU_RECIPE_CACHE_CONFIG set"
         yield Finding(name, "fail", found, f"list {KERNEL_LIBRARY} alone: it forwards the stock library")
-    lazy, switch = given.get("PT_HPU_LAZY_MODE") == "1", given.get("MXFP4_TPC_MOE", "0")
+    lazy, switch = environment.is_lazy(given), given.get("MXFP4_TPC_MOE", "0")
     ours = [path for path in listed if Path(path).name == KERNEL_LIBRARY]
     if ours and switch != "1":  # else the hook below sets these
         if lazy and given.get("PT_HPU_LAZY_ACC_PAR_MODE") != "0":
@@ -82,8 +82,9 @@ def library() -> Iterator[Finding]:
     ]
     if given.get("MXFP4_TPC_MOE", "0") == "1" or given.get("MXFP4_TPC_MOE_LIB"):
         folders.append(Path(given.get("MXFP4_TPC_MOE_LIB") or environment.FOLDER))
-    lazy = given.get("PT_HPU_LAZY_MODE", "0") != "0"
-    if settings.vllm and not lazy:  # what the plugin takes in a vLLM server (integrations/vllm_gaudi.py)
+    if settings.vllm and not environment.is_lazy(
+        given
+    ):  # what the plugin takes in a vLLM server (integrations/vllm_gaudi.py)
         folders.append(Path(settings.gaudi_lib))
     if not folders:
         yield Finding(name, "ok", f"no variable names a {KERNEL_LIBRARY}: kernels are off")

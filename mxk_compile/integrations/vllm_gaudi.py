@@ -85,7 +85,7 @@ def prepare(environ: MutableMapping[str, str]) -> None:
     if release is None or unsupported(release) is not None:
         return  # register says why
     try:
-        if _is_lazy(environ):
+        if environment.is_lazy(environ):
             lazy.start(environ)
             return
         folder = Path(settings.gaudi_lib).absolute()
@@ -111,10 +111,6 @@ def register() -> bool:
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport({_RUNNER: _follow_runner, _WORKER: _follow_worker}))
     return True
-
-
-def _is_lazy(environ: MutableMapping[str, str]) -> bool:
-    return environ.get("PT_HPU_LAZY_MODE", "0") != "0"  # vllm-gaudi's default is compiled mode
 
 
 @functools.cache
@@ -208,7 +204,7 @@ def _model(runner: Any) -> torch.nn.Module:
 
 def _loaded(runner: Any, *_: Any) -> None:
     model = _model(runner)
-    if _is_lazy(live_environment()):
+    if environment.is_lazy(live_environment()):
         layers: list[Any] = [module for module in model.modules() if hasattr(module, "moe_op")]
         new = [layer for layer in layers if not isinstance(layer.moe_op.forward, LazyMoE)]
         taken = sum(lazy.attach(layer) for layer in new)
@@ -224,7 +220,7 @@ def _loaded(runner: Any, *_: Any) -> None:
 
 
 def _moved(model: torch.nn.Module, *_: Any) -> None:
-    if not _is_lazy(live_environment()):
+    if not environment.is_lazy(live_environment()):
         register_stacks(model)
 
 
@@ -234,7 +230,7 @@ def _warm_both_sides(runner: Any, *_: Any) -> None:
     Its op compiles by itself when it is called eagerly. Inlined in a layer's graph it is warmed by the server's own
     buckets; those on one side of the cap alone mean that no request is ever on the other.
     """
-    if _is_lazy(live_environment()) or not settings.max_tokens:
+    if environment.is_lazy(live_environment()) or not settings.max_tokens:
         return
     seen = set()
     for layer in _model(runner).modules():

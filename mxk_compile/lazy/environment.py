@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from mxk_compile.errors import KernelError, SettingsError
@@ -50,6 +50,11 @@ class Options:
     max_tokens: int
     folder: Path
     version: str
+
+
+def is_lazy(environ: Mapping[str, str]) -> bool:
+    """Whether a process of vllm-gaudi runs in lazy mode; its default is compiled mode."""
+    return environ.get("PT_HPU_LAZY_MODE", "0") != "0"
 
 
 def prepare(environ: MutableMapping[str, str]) -> Options | None:
