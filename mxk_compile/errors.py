@@ -6,7 +6,8 @@ from __future__ import annotations
 class MxkError(ValueError):
     """Base of all errors raised by this package.
 
-    The text is one line: ``{what}: {given}; allowed: {allowed}; {advice}``.
+    The text is one line: ``{what}: {given}; allowed: {allowed}; {advice}``. Control characters, which
+    names in files may hold, are written as escapes.
 
     Args:
         what: the op, file, variable or option that was used.
@@ -17,7 +18,10 @@ class MxkError(ValueError):
 
     def __init__(self, what: str, given: str, allowed: str, advice: str) -> None:
         self.what, self.given, self.allowed, self.advice = what, given, allowed, advice
-        super().__init__(" ".join(f"{what}: {given}; allowed: {allowed}; {advice}".split()))
+        line = " ".join(f"{what}: {given}; allowed: {allowed}; {advice}".split())
+        if not line.isprintable():
+            line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        super().__init__(line)
 
     def __reduce__(self) -> tuple[type[MxkError], tuple[str, str, str, str]]:
         return type(self), (self.what, self.given, self.allowed, self.advice)

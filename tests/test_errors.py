@@ -27,6 +27,11 @@ def test_text_is_one_line_of_four_parts(cls: type[errors.MxkError]) -> None:
     assert str(error) == "mxk::moe: w13 is [2, 3] uint8; allowed: [E, 2I, K/2]; correct the call"
 
 
+def test_names_in_files_do_not_reach_the_terminal_as_control_characters() -> None:
+    error = errors.CheckpointError("é\x1b[31m\u202e", "\ud800", "b\x85c", "d\0")
+    assert str(error) == r"é\x1b[31m\u202e: \ud800; allowed: b c; d\x00"
+
+
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickle_and_copy_keep_class_text_and_parts(cls: type[errors.MxkError], protocol: int) -> None:
