@@ -21,7 +21,6 @@ _DECODE = struct.Struct(f"={_MAPS}sQ7Q{OPERAND * 6}6q10i2f32x")  # the end fills
 _CHANGING = ((struct.calcsize(f"={_MAPS}sQ"), struct.Struct("=7Q")),)
 _COUNTER_BYTES = 4096  # COUNTER_BYTES of decode.cuh
 _MOST_COUNTERS = 4096  # of a device: one a stream, and one a launch in a CUDA graph
-MOST_EXPERTS = 1024
 
 
 @functools.cache

@@ -20,8 +20,8 @@ from mxk_compile.kernels.cuda import prefill, scales
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.driver import Kernel, Library, maker, multiprocessors
 from mxk_compile.kernels.cuda.operands import ABSENT, ALIGNMENT, Format, Operand, operand
-from mxk_compile.kernels.cuda.prefill import BLOCK, MOST_SIZES, ROW_BYTES, ROW_STEP
-from mxk_compile.kernels.cuda.tiles import tile_sizes
+from mxk_compile.kernels.cuda.prefill import BLOCK, ROW_BYTES, ROW_STEP
+from mxk_compile.kernels.cuda.tiles import MOST_SIZES, tile_sizes
 from mxk_compile.ops.project import GROUP_ROWS, NUM_ROUTING
 
 # struct Rows of groups.cu.
@@ -142,18 +142,9 @@ class _Space:
         most_tiles = total_rows // most_rows + runs
         # A tile of the last rows is read whole.
         x_bytes = -(-columns // BLOCK) * total_rows * ROW_BYTES + most_rows * ROW_BYTES
-        offsets, at = [], 0
-        for size in (
-            x_bytes,
-            block_bytes,
-            4 * (total_rows + most_rows),
-            most_tiles * 16 * MOST_SIZES,
-            4 * MOST_SIZES,
-        ):
-            offsets.append(at)
-            at += -(-size // 1024) * 1024
-        x, of_blocks, target, tiles, num_tiles = offsets
-        return cls(total_rows, most_tiles, x, of_blocks, target, tiles, num_tiles, at)
+        target_bytes, tiles_bytes = 4 * (total_rows + most_rows), most_tiles * 16 * MOST_SIZES
+        parts = prefill.offsets(x_bytes, block_bytes, target_bytes, tiles_bytes, 4 * MOST_SIZES)
+        return cls(total_rows, most_tiles, *parts)
 
 
 class _Projection:

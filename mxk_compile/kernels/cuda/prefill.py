@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import struct
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
 from mxk_compile.kernels.cuda.operands import OPERAND, Call, Format, Operand, activation
+from mxk_compile.kernels.cuda.tiles import MOST_SIZES
 from mxk_compile.kernels.desc import MoEDesc
 
 # Layouts of prefill.cu and routing.cu.
@@ -24,7 +26,6 @@ ROW_STEP = 16  # an expert's rows begin at multiples of it
 GEMM_THREADS = 384
 SORT_THREADS, GATHER_WARPS, _SUM_THREADS = 1024, 8, 256
 _SEGMENT = 1024  # columns of a row that a warp gathers
-MOST_SIZES = 4
 MOST_EXPERTS, MOST_TOP_K = 1024, 64
 _CHUNK_TOKENS = 16384
 """Tokens that one run handles: bounds the workspace, at 128 rows an expert and more of any model row."""
@@ -61,6 +62,11 @@ def gather_blocks(num_rows: int, columns: int) -> int:
     return -(-num_rows * -(-columns // _SEGMENT) // GATHER_WARPS)
 
 
+def offsets(*sizes: int) -> tuple[int, ...]:
+    """Where parts of a workspace of so many bytes begin, each on 1024 bytes, and last its own size."""
+    return tuple(itertools.accumulate((-(-size // 1024) * 1024 for size in sizes), initial=0))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Space:
     """Offsets in bytes of one run's workspace."""
@@ -87,13 +93,11 @@ class _Space:
         x_bytes = -(-desc.hidden_size // BLOCK) * total_rows * ROW_BYTES + slack
         h_bytes = -(-desc.intermediate_size // BLOCK) * total_rows * ROW_BYTES + slack
         y_bytes = total_rows * desc.hidden_size * 4
-        offsets, at = [], 0
         # Y overwrites X, which nobody reads any more.
-        for size in (max(x_bytes, y_bytes), h_bytes, most_tiles * 16 * MOST_SIZES, 256, 4 * routes):
-            offsets.append(at)
-            at += -(-size // 1024) * 1024
-        xy, h, tiles, num_tiles, row_of_route = offsets
-        return cls(total_rows, most_tiles, xy, h, xy, tiles, num_tiles, row_of_route, at)
+        xy, h, tiles, num_tiles, row_of_route, size = offsets(
+            max(x_bytes, y_bytes), h_bytes, most_tiles * 16 * MOST_SIZES, 4 * MOST_SIZES, 4 * routes
+        )
+        return cls(total_rows, most_tiles, xy, h, xy, tiles, num_tiles, row_of_route, size)
 
 
 class _Part:

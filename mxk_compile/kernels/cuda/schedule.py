@@ -104,7 +104,7 @@ def heuristic(problem: Problem) -> Schedule:
             macros = decode_macros(problem, _GROUPS, column_tiles)
             if macros is not None:
                 return Schedule("decode", macros)
-    return Schedule("prefill", sizes=prefill_sizes(rows))
+    return Schedule("prefill", sizes=tile_sizes(rows))
 
 
 DECODE_SPLITS = ((2, 1), (3, 1), (2, 2), (3, 2))
@@ -155,11 +155,6 @@ def _decode_batch(columns: int, groups: int, column_tiles: int) -> int:
     sizes = [size for size in range(most, 3, -1) if columns % size == 0]
     even = [size for size in sizes if columns // size % groups == 0]
     return (even or sizes or [4])[0]
-
-
-def prefill_sizes(rows: float) -> tuple[int, ...]:
-    """Tile sizes for experts with about this many rows."""
-    return tile_sizes(rows)
 
 
 @functools.lru_cache(maxsize=4096)

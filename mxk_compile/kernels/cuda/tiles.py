@@ -37,6 +37,7 @@ def tile_sizes(rows: float, *, even: bool = False) -> tuple[int, ...]:
         for count in range(max(1, math.floor(low)), math.ceil(high) + 1):
             likely = math.exp(-(((count - rows) / deviation) ** 2) / 2)
             counts[_up(count)] = counts.get(_up(count), 0.0) + likely
+    # A fourth size never pays.
     candidates = (sizes for number in range(1, 4) for sizes in itertools.combinations(TILE_SIZES, number))
     return min(candidates, key=lambda sizes: _expected_cost(sizes, counts))
 

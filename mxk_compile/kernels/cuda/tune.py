@@ -1,13 +1,9 @@
-"""`mxk tune`: times candidate schedules of a layer on this device and stores the fastest, by problem (schedule.py).
-
-Also what benchmarks need: random layers made on the device, and times by graph replay.
-"""
+"""`mxk tune`: times candidate schedules of a layer on this device and stores the fastest, by problem (schedule.py)."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,44 +18,17 @@ from mxk_compile.kernels.cuda.schedule import (
     Schedule,
     decode_macros,
     heuristic,
-    prefill_sizes,
 )
+from mxk_compile.kernels.cuda.tiles import tile_sizes
 from mxk_compile.kernels.desc import MoEDesc
 from mxk_compile.kernels.select import supports
 from mxk_compile.ops.moe import reference
-from mxk_compile.testing import rel_l2
+from mxk_compile.testing import random_layer, rel_l2
 from mxk_compile.variants import MoEVariant
 
-_SCALE_BYTES = (118, 124)  # 2^-9 .. 2^-4: weights of the size that trained layers have
 _WARM_UP = 3
 _MOST_ERROR = 4e-3  # rel_l2 of a right result; see docs/performance/h200.md
 _CHECKED_TOKENS = 16
-
-Layer = tuple["Tensor | None", ...]
-"""The eight weight arguments of `mxk::moe`."""
-
-
-def random_layer(variant: MoEVariant, num_experts: int, generator: torch.Generator) -> Layer:
-    """MXFP4 weights of one layer, made on the generator's CUDA device."""
-    hidden, intermediate = variant.hidden_size, variant.intermediate_size
-
-    def integers(low: int, high: int, *shape: int) -> Tensor:
-        size = (num_experts, *shape)
-        return torch.randint(low, high, size, dtype=torch.uint8, device="cuda", generator=generator)
-
-    def floats(columns: int) -> Tensor | None:
-        if not variant.bias:
-            return None
-        return torch.randn(num_experts, columns, device="cuda", generator=generator).bfloat16()
-
-    return (
-        *(
-            integers(0, 256, 2 * intermediate, hidden // 2),
-            integers(*_SCALE_BYTES, 2 * intermediate, hidden // 32),
-        ),
-        *(integers(0, 256, hidden, intermediate // 2), integers(*_SCALE_BYTES, hidden, intermediate // 32)),
-        *(None, None, floats(2 * intermediate), floats(hidden)),
-    )
 
 
 def random_routing(
@@ -71,18 +40,6 @@ def random_routing(
     ids = scores.topk(min(variant.top_k, num_experts), dim=1).indices
     weights = torch.softmax(torch.randn(ids.shape, device="cuda", generator=generator), dim=1)
     return x.bfloat16(), ids, weights
-
-
-def attributes_of(variant: MoEVariant) -> dict[str, Any]:
-    """The attributes of `mxk::moe` for a model row."""
-    return {
-        "weight_format": variant.weight_format,
-        "row_order": variant.row_order,
-        "activation": variant.activation,
-        "alpha": variant.alpha,
-        "limit": variant.limit,
-        "per_route": variant.per_route,
-    }
 
 
 def replay_us(run: Callable[[], object], samples: int) -> float:
@@ -111,7 +68,7 @@ def candidates(problem: Problem) -> Iterator[Schedule]:
         if macros is not None:
             found.append(Schedule("decode", macros))
     if rows >= 4:
-        for sizes in (prefill_sizes(rows), (128,), (176,), (96, 176), (128, 176), (64, 128), (32,), (16, 32)):
+        for sizes in (tile_sizes(rows), (128,), (176,), (96, 176), (128, 176), (64, 128), (32,), (16, 32)):
             found.append(Schedule("prefill", sizes=sizes))
     yield from dict.fromkeys(found)
 
@@ -134,22 +91,24 @@ def tune(
         KernelError: the device or the row has no kernel, or the cache folder takes no file.
     """
     generator = torch.Generator("cuda").manual_seed(0)
-    layers = [random_layer(variant, num_experts, generator) for _ in range(copies)]
+    layers = [random_layer(variant, num_experts, seed, "cuda") for seed in range(copies)]
     routing = random_routing(variant, num_experts, num_tokens, 1.0, generator)
-    attributes = attributes_of(variant)
-    desc = MoEDesc.from_call(*routing, *layers[0], **attributes)
+    weights, attributes = layers[0].weights, layers[0].attributes
+    desc = MoEDesc.from_call(*routing, *weights, **attributes)
     reason = supports(desc)
     if reason is not None:
         raise KernelError("mxk tune", reason, "what supports() accepts", "choose another variant")
     few = [part[:_CHECKED_TOKENS] for part in routing]
-    expected = reference(few[0].float(), *few[1:], *layers[0], **attributes, round_intermediate=False)
+    expected = reference(few[0].float(), *few[1:], *weights, **attributes, round_intermediate=False)
     name = torch.cuda.get_device_name()
     sizes = (num_experts, variant.intermediate_size, variant.hidden_size, desc.top_k)
     problem = Problem(name, variant.weight_format, *sizes, num_tokens)
 
     def prepared(candidate: Schedule) -> list[Prepared]:
         return [
-            Prepared(desc, *routing, *layer, alpha=variant.alpha, limit=variant.limit, schedule=candidate)
+            Prepared(
+                desc, *routing, *layer.weights, alpha=variant.alpha, limit=variant.limit, schedule=candidate
+            )
             for layer in layers
         ]
 

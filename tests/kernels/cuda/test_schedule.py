@@ -9,7 +9,7 @@ import pytest
 
 from mxk_compile.errors import SettingsError
 from mxk_compile.kernels.cuda import schedule
-from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose, heuristic, prefill_sizes
+from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose, heuristic
 from mxk_compile.settings import Settings
 
 GPTOSS = Problem("some device", "mxfp4", 128, 2880, 2880, 4, 1)
@@ -41,14 +41,6 @@ def test_the_choice_depends_on_nothing_but_the_problem() -> None:
     for num_tokens in (1, 7, 64, 1000, 16384):
         assert heuristic(gptoss(num_tokens)) == heuristic(gptoss(num_tokens)) == choose(gptoss(num_tokens))
         assert choose(gptoss(num_tokens)) is choose(gptoss(num_tokens)), "memoised"
-
-
-@pytest.mark.parametrize("rows", [0.01, 1, 8, 31, 32, 64, 100, 127, 128, 129, 200, 512, 1000, 100000])
-def test_tile_sizes_are_what_the_kernel_takes(rows: float) -> None:
-    sizes = prefill_sizes(rows)
-    assert 1 <= len(sizes) <= 4
-    assert list(sizes) == sorted(set(sizes))
-    assert all(size % 16 == 0 and 16 <= size <= 176 for size in sizes)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 256, 4096, 16384])

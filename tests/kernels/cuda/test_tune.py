@@ -58,7 +58,7 @@ def machine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     fake = Machine(case)
     for module in (schedule, tune):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(tune, "random_layer", lambda *_: case.weights)
+    monkeypatch.setattr(tune, "random_layer", lambda *_: case)
     monkeypatch.setattr(tune, "random_routing", lambda *_: case.routing)
     monkeypatch.setattr(tune, "supports", lambda desc: None)
     monkeypatch.setattr(tune, "Prepared", fake.prepared)
