@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mxk_compile.settings import Settings, settings
@@ -34,6 +35,20 @@ def explain(
     report = Report()
     backend = compile_with(lambda module, example_inputs: module.forward, settings, report)
     # A backend of its own, so that nothing compiled before is reused; it must not count towards fn's own limit.
-    with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096):
+    with (
+        _not_in_place(fn),
+        torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=4096),
+    ):
         torch.compile(fn, backend=backend, dynamic=dynamic)(*inputs, **kwargs)
     return report
+
+
+@contextlib.contextmanager
+def _not_in_place(fn: Callable[..., Any]) -> Iterator[None]:
+    """Sets aside what `fn.compile()` made: a call would run that, with its own backend, and nothing would be seen."""
+    made = vars(fn).pop("_compiled_call_impl", None) if hasattr(fn, "__dict__") else None
+    try:
+        yield
+    finally:
+        if made is not None:
+            vars(fn)["_compiled_call_impl"] = made

@@ -415,3 +415,10 @@ def test_explain(layer: Layer) -> None:
         assert str(report).endswith("1 of 1 MoE nodes fused")
         report = mxk_compile.explain(layer, tokens(33))
         assert report.nodes[0].reason == "T=33 > 32, the cap of the fused kernels"
+
+
+def test_explain_of_a_module_that_was_compiled_in_place(layer: Layer) -> None:
+    layer.compile(backend="mxk", options={"inner_backend": "eager"})
+    with torch.no_grad():
+        assert mxk_compile.explain(layer, tokens(4)).num_fused == 1
+    assert layer._compiled_call_impl is not None
