@@ -23,7 +23,7 @@ _PROC = Path("/proc")
 _OURS = re.compile(r"(/\S*/(libmxk_\w+\.so))( \(deleted\))?$", re.MULTILINE)
 _LOW_BYTES = 1 << 30
 _MOST_CACHED = 2000  # files whose checksum is looked at: a second or so
-_FROM_SOURCES = "pip install . again, from the sources you use"
+_FROM_SOURCES = "pip install -e . again, in the sources you use"
 
 
 def backend() -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
+from mxk_compile.kernels.empty import maker
 from mxk_compile.ops.moe import Weights
 from mxk_compile.settings import settings
 from mxk_compile.variants import ACTIVATIONS, ROW_ORDERS, WEIGHT_FORMATS
@@ -59,7 +60,9 @@ with contextlib.suppress(OSError):  # `available` says what is wrong
 def _open() -> ctypes.CDLL | str:
     """The library with the instruction set of the settings selected, or why there is none."""
     if not LIBRARY.exists():
-        return f"{LIBRARY.name} was not built; reinstall where a C++ compiler is on PATH"
+        # The folder: Python started in a checkout imports its sources, and not what was installed elsewhere.
+        folder = LIBRARY.parents[2]
+        return f"{LIBRARY.name} was not built in {folder}; reinstall that where a C++ compiler is on PATH"
     try:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
@@ -246,10 +249,7 @@ class Prepared:
         )
         self._function = _library().mxk_cpu_moe
         rows = topk_ids.shape if desc.per_route else topk_ids.shape[:1]
-        out = torch.empty((*rows, desc.hidden_size), dtype=torch.bfloat16, device="meta")
-        # As Inductor's code does, in half the time of torch.empty.
-        empty = vars(torch._C._dynamo.guards)["_empty_strided_cpu"]
-        self._new_out = functools.partial(empty, tuple(out.shape), out.stride(), out.dtype)
+        self._new_out = maker("cpu", (*rows, desc.hidden_size), torch.bfloat16)
         self.reusable = dense is hidden_states and not keep.copies
 
     def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class Prepared:
         """
         if not self.reusable:
             hidden_states = _dense(hidden_states, "hidden_states")
-        out: Tensor = self._new_out()
+        out = self._new_out()
         varying = _VARYING.pack(
             *(hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(), out.data_ptr()),
             torch.get_num_threads(),
