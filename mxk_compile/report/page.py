@@ -19,7 +19,7 @@ _WIDE_CELL = 44  # letters from which a cell's text is set on several lines
 _CSS = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 FONT}
-main{max-width:980px;margin:0 auto;padding:20px 16px 48px}
+main{max-width:1080px;margin:0 auto;padding:20px 16px 48px}
 h1{font-size:1.55rem;line-height:1.2;margin:8px 0 2px;overflow-wrap:anywhere}
 h2{font-size:1.15rem;margin:40px 0 8px;padding-top:12px;border-top:1px solid var(--line)}
 h3{font-size:1rem;margin:24px 0 6px;overflow-wrap:anywhere}
