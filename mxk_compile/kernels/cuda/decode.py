@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mxk_compile.kernels.cuda import maps
 from mxk_compile.kernels.cuda.build import build
-from mxk_compile.kernels.cuda.driver import Kernel, Library, maker, multiprocessors, persistent
+from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors, persistent
 from mxk_compile.kernels.cuda.operands import OPERAND, Call, activation
+from mxk_compile.kernels.empty import maker
 
 # struct Decode of moe_decode.cu; of a layer's call, only addresses change.
 _MAPS = 4 * maps.MAP_BYTES
@@ -143,8 +144,8 @@ class Decode:
             *(operands.gate_row, operands.up_row, operands.up_expert, call.alpha, call.limit),
         )
         self._h_bytes = -(-2 * routes * desc.intermediate_size // 256) * 256
-        self._new_scratch = maker((self._h_bytes + 4 * routes * desc.hidden_size,), torch.uint8)
-        self._new_out = maker(call.out_shape, torch.bfloat16)
+        self._new_scratch = maker("cuda", (self._h_bytes + 4 * routes * desc.hidden_size,), torch.uint8)
+        self._new_out = maker("cuda", call.out_shape, torch.bfloat16)
         self._launch = kernel.bind(call.device, multiprocessors(call.device), argument)
         self._of_stream = _of_stream(call.device)
 

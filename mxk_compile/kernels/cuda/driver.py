@@ -209,13 +209,6 @@ class _while_capturing:
         ask(driver.cuThreadExchangeStreamCaptureMode(self._mode))
 
 
-def maker(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Makes dense tensors with any content on the current device, as Inductor's code does: half torch.empty's time."""
-    strides = torch.empty(shape, device="meta").stride()
-    empty = vars(torch._C._dynamo.guards)["_empty_strided_cuda"]
-    return functools.partial(empty, tuple(shape), strides, dtype)
-
-
 def persistent(make: Callable[[], Tensor], device: int) -> Tensor:
     """A tensor for later calls, from `make`, which is done when this returns.
 

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from mxk_compile.kernels.cuda import prefill, scales
 from mxk_compile.kernels.cuda.build import build
-from mxk_compile.kernels.cuda.driver import Kernel, Library, maker, multiprocessors
+from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
 from mxk_compile.kernels.cuda.operands import ABSENT, ALIGNMENT, Format, Operand, operand
 from mxk_compile.kernels.cuda.prefill import BLOCK, ROW_BYTES, ROW_STEP
 from mxk_compile.kernels.cuda.tiles import MOST_SIZES, tile_sizes
+from mxk_compile.kernels.empty import maker
 from mxk_compile.ops.project import GROUP_ROWS, NUM_ROUTING
 
 # struct Rows of groups.cu.
@@ -229,7 +230,7 @@ class _Projection:
             )
             for chained in (False, True)
         ]
-        self._new_workspace = maker((space.size,), torch.uint8)
+        self._new_workspace = maker("cuda", (space.size,), torch.uint8)
 
     def current(self, scale: Tensor) -> bool:
         """Whether what was found out about the scales still holds: their bytes may have changed in place."""
