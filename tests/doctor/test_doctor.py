@@ -198,7 +198,8 @@ def test_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = importlib.metadata.EntryPoint("mxk", "json:dumps", "torch_dynamo_backends")
     monkeypatch.setattr(plugins, "_entries", lambda group: [])
     assert (
-        "0 entry points torch_dynamo_backends: mxk; pip install -e . again" in found(plugins.backend, "fail")[0]
+        "0 entry points torch_dynamo_backends: mxk; pip install -e . again"
+        in found(plugins.backend, "fail")[0]
     )
     monkeypatch.setattr(plugins, "_entries", lambda group: [entry])
     assert "the entry point is json:dumps, not this package" in found(plugins.backend, "fail")[0]
