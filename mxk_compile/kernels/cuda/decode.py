@@ -16,7 +16,7 @@ from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors, pe
 from mxk_compile.kernels.cuda.operands import OPERAND, Call, activation
 from mxk_compile.kernels.empty import maker
 
-# struct Decode of moe_decode.cu; of a layer's call, only addresses change.
+# struct Decode of decode.cuh; of a layer's call, only addresses change.
 _MAPS = 4 * maps.MAP_BYTES
 _DECODE = struct.Struct(f"={_MAPS}sQ7Q{OPERAND * 6}6q10i2f32x")  # the end fills its alignment of 64
 _CHANGING = ((struct.calcsize(f"={_MAPS}sQ"), struct.Struct("=7Q")),)

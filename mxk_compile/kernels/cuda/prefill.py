@@ -16,7 +16,7 @@ from mxk_compile.kernels.cuda.operands import OPERAND, Call, Format, Operand, ac
 from mxk_compile.kernels.cuda.tiles import MOST_SIZES
 from mxk_compile.kernels.desc import MoEDesc
 
-# Layouts of prefill.cu and routing.cu.
+# struct Gemm of prefill.cuh, struct Routing of routing.cu.
 GEMM = struct.Struct(f"={OPERAND * 4}5Qq10i2f2i")
 GEMM_CHANGING = ((struct.calcsize(f"={OPERAND * 4}"), struct.Struct("=5Q")),)
 ROUTING = struct.Struct("=10Q6q16i")

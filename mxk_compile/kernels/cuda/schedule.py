@@ -17,7 +17,7 @@ from mxk_compile.settings import settings
 
 DECODE_ROUTES = (64, 256, 1024)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
-_SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of moe_decode.cu
+_SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of decode.cuh
 _DECODE_NAMES = ("groups", "column_tiles", "chunk", "stages", "buffers", "max_routes")
 
 
