@@ -5,7 +5,6 @@ prefill.cu      many: tensor-core products of rows sorted by routing.cu
 build.py        sources to machine code; driver.py launches it; operands.py describes tensors to it
 grouped.py      `mxk::project`: one of those products by itself, rows brought by groups.cu
 repack.py       INT4 weights that are packed along the outputs; scales.py asks scales once what their bytes are up to
-maps.py         tensor maps of the decode kernel's copies
 schedule.py     which of them runs a call; tiles.py: prefill's tile sizes; tune.py: `mxk tune`
 """
 
