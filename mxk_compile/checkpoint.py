@@ -5,7 +5,8 @@
 
 Schemes (`quantization_config` in config.json names one, or the caller does):
     "gpt_oss"             gate_up_proj_blocks [E, 2I, K/32, 16], gate_up_proj_scales, gate_up_proj_bias, and down_proj_*
-    "mxfp4"               stacks [E, 2I, K/2] and [E, K, I/2]; the caller states the row order, which shapes cannot tell
+    "mxfp4"               stacks [E, 2I, K/2] and [E, K, I/2], as `mxk quantize` writes them; of other writers the
+                          caller states the row order, which shapes cannot tell
     "compressed_tensors"  pack-quantized INT4: experts.{e}.gate_proj.weight_packed, .weight_scale, .weight_zero_point,
                           or the stacks that servers make of it: experts.w13_weight_packed, .w13_weight_scale, ...
     "gptq"                GPTQ INT4 without activation order: experts.{e}.gate_proj.qweight, .qzeros, .scales, .g_idx
@@ -29,6 +30,7 @@ from mxk_compile.variants import STACKED_ROW_ORDERS
 SCHEMES = ("gpt_oss", "mxfp4", "compressed_tensors", "gptq", "awq")
 _SCHEME_OF_METHOD = {
     "mxfp4": "gpt_oss",
+    "mxfp4_stacked": "mxfp4",
     "compressed-tensors": "compressed_tensors",
     "gptq": "gptq",
     "awq": "awq",
@@ -89,12 +91,15 @@ class Checkpoint(TensorFiles):
         """Read the experts of one layer; prefix is for example "model.layers.0.mlp.experts".
 
         scheme: one of SCHEMES, by default what `quantization_config` names. row_order: with scheme "mxfp4" one of
-        STACKED_ROW_ORDERS, else None. gptq_format: "gptq" or "gptq_v2" to overrule a wrong label in the file.
+        STACKED_ROW_ORDERS, by default what `quantization_config` names, else None. gptq_format: "gptq" or "gptq_v2"
+        to overrule a wrong label in the file.
         scale_bias: 125 for MXFP4 files of writers that used that bias; by default no scale byte is changed.
         Peak memory is the packed bytes and one more tensor. Raises CheckpointError for anything missing,
         contradictory or unknown: one line with file, tensor, what is there and what is allowed.
         """
         scheme = self._scheme(prefix) if scheme is None else scheme
+        if scheme == "mxfp4" and row_order is None:
+            row_order = self.quantization().get("row_order")
         if scheme not in SCHEMES:
             self.refuse(prefix, f"scheme {scheme!r}", ", ".join(SCHEMES), "name the scheme of the checkpoint")
         if row_order not in (STACKED_ROW_ORDERS if scheme == "mxfp4" else (None,)):

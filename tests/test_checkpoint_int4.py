@@ -460,7 +460,7 @@ def test_a_broken_tensor_is_named(tmp_path: Path, kind: str, changes: dict[str, 
         (
             {},
             "config.json: quantization_config of model.layers.0.mlp.experts: quant_method None; "
-            "allowed: mxfp4, compressed-tensors, gptq, awq; pass scheme=",
+            "allowed: mxfp4, mxfp4_stacked, compressed-tensors, gptq, awq; pass scheme=",
         ),
         ({"quantization_config": {"quant_method": "bitnet"}}, "quant_method 'bitnet'; allowed: mxfp4"),
         (awq_config(32, False, version="gemv"), "AWQ version 'gemv'; allowed: 'gemm'"),

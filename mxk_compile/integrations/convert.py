@@ -52,7 +52,7 @@ def convert(
     """
     if weight_format not in FORMATS:
         raise CallError(_WHAT, f"weight_format={weight_format!r}", ", ".join(FORMATS), "choose one of them")
-    found = list(_experts(model))
+    found = list(routed_experts(model))
     if not found:
         allowed = "modules named experts of transformers 5.x"
         raise CallError(_WHAT, f"{type(model).__name__} without them", allowed, "convert before compiling")
@@ -81,7 +81,7 @@ def convert(
     return model
 
 
-def _experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def routed_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Name and module of all routed experts, convertible or not."""
     for name, module in model.named_modules():
         stacked = [getattr(module, part, None) for part in ("gate_up_proj", "down_proj")]
@@ -168,13 +168,13 @@ def _quantize(module: Any, weight_format: str) -> PackedExperts:
 
 def _check_sizes(name: str, module: Any, packed: PackedExperts) -> None:
     kind = "interleaved" if _is_interleaved(module) else "gate_up"
-    hidden_dim = 2 if _is_interleaved(module) else 1
-    wanted = (kind, module.down_proj.shape[0], module.down_proj.shape[hidden_dim])
-    given = (packed.row_order, len(packed.w2), packed_hidden_size(packed))
+    num_experts, *sizes = module.down_proj.shape  # [E, I, K] or [E, K, I]
+    wanted = (kind, num_experts, *(sizes[::-1] if _is_interleaved(module) else sizes))
+    rows = packed.w13_scale.shape[2 if packed.pack_dim == "output" else 1]
+    given = (packed.row_order, len(packed.w2), packed_hidden_size(packed), rows // 2)
     if wanted != given:
-        raise CallError(
-            f"{_WHAT}: {name}", f"packed {given}", f"row order, E, K = {wanted}", "check the names"
-        )
+        allowed, advice = f"row order, E, K, I = {wanted}", "check the names, and config.json"
+        raise CallError(f"{_WHAT}: {name}", f"packed {given}", allowed, advice)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -150,9 +150,10 @@ def _in_stock_layout(packed: PackedExperts, weight: Tensor, scale: Tensor) -> tu
         return weight, scale
     if packed.pack_dim == "output":
         return (int4.rebias(weight) if packed.weight_format == "uint4" else weight), scale
-    # One expert at a time: codes take a byte each.
-    parts = [int4.pack(int4.unpack_codes(expert), "output") for expert in weight.unbind(0)]
-    repacked = torch.stack(parts)
-    if packed.weight_format == "uint4":
-        repacked = int4.rebias(repacked)
+    # One expert at a time into its place: codes take a byte each, and a layer of a large model is gigabytes.
+    num_experts, rows, row_bytes = weight.shape
+    repacked = torch.empty(num_experts, 2 * row_bytes, rows // 8, dtype=torch.int32, device=weight.device)
+    for place, expert in zip(repacked, weight, strict=True):
+        words = int4.pack(int4.unpack_codes(expert), "output")
+        place.copy_(int4.rebias(words) if packed.weight_format == "uint4" else words)
     return repacked, scale.transpose(1, 2).contiguous()
