@@ -254,10 +254,10 @@ def _explain(options: argparse.Namespace) -> None:
     options.model = options.model or _shipped_model()
     if options.plots is not None and options.html is None:
         raise CallError("mxk explain", "--plots without --html", "both", "name the page's file too")
-    model = load(options.model)
     if options.html is not None:
-        report_command.explain(model, options)
+        report_command.explain(options)
         return
+    model = load(options.model)
     for num_tokens in options.tokens:
         print(f"T = {num_tokens}", rewrite_table(model, num_tokens), "", sep="\n", flush=True)
 

@@ -29,16 +29,21 @@ def run(options: argparse.Namespace) -> None:
     """Runs `mxk report`."""
     from mxk_compile.bench import rows
     from mxk_compile.report.content import run_page
+    from mxk_compile.report.write import target_of
 
+    target_of(options.html)
     found = [row for path in options.runs for row in rows.read(path)]
     finish(run_page(found, [path.name for path in options.runs]), options)
 
 
-def explain(model: Any, options: argparse.Namespace) -> None:
+def explain(options: argparse.Namespace) -> None:
     """Writes the page of a model: `mxk explain DIR --html OUT`."""
+    from mxk_compile.integrations.transformers import load
     from mxk_compile.report.content import model_page
+    from mxk_compile.report.write import target_of
 
-    finish(model_page(model, options.model, options.tokens), options)
+    target_of(options.html)  # before a model is loaded and measured
+    finish(model_page(load(options.model), options.model, options.tokens), options)
 
 
 def finish(page: Page, options: argparse.Namespace) -> None:

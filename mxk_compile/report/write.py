@@ -39,15 +39,24 @@ def browser_command(path: str, profile: str, *flags: str) -> list[str]:
     return [path, *kept, *quiet, f"--user-data-dir={profile}", *flags]
 
 
-def write_page(page: Page, path: Path) -> None:
-    """Writes the page, whole or not at all; raises OSError where that cannot be, CallError for what is no page yet."""
+def target_of(path: Path) -> Path:
+    """The file that a page at `path` becomes; CallError where none can be. Asked before the work that a page is."""
     if path.is_dir():
         raise CallError(str(path), "a folder", "a file to write the page to", "name a file, as page.html")
-    path = path.resolve()  # a link stays one
-    if path.exists() and not _is_page(path):
+    target = path.resolve()  # a link stays one
+    if not target.parent.is_dir():
+        raise CallError(
+            str(path), "in a folder that does not exist", "an existing one", "make it, or name another"
+        )
+    if target.exists() and not _is_page(target):
         allowed = "a new file, or a page to replace"
         raise CallError(str(path), "a file that is no page", allowed, "name another, as page.html")
-    _write(path, page.html().encode())
+    return target
+
+
+def write_page(page: Page, path: Path) -> None:
+    """Writes the page, whole or not at all; raises OSError where that cannot be, CallError as `target_of`."""
+    _write(target_of(path), page.html().encode())
 
 
 def _is_page(path: Path) -> bool:

@@ -211,7 +211,7 @@ def test_pages_are_written_whole_or_not_at_all(
     page = Page("title", "subtitle")
     with pytest.raises(CallError, match="a folder; allowed: a file to write the page to"):
         write.write_page(page, tmp_path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(CallError, match="in a folder that does not exist; allowed: an existing one"):
         write.write_page(page, tmp_path / "none" / "page.html")
     target = tmp_path / "page.html"
     target.write_text("<!doctype html>before")
@@ -261,6 +261,8 @@ def test_plots_as_files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch)
     [
         (["report", "RUN", "--html", "OUT"], "RUN: line 1 is no JSON, or cut off; allowed: lines that"),
         (["report", "/none", "--html", "OUT"], "/none: No such file or directory"),
+        (["report", "/none", "--html", "/none/OUT"], "/none/OUT: in a folder that does not exist"),
+        (["explain", "/none", "--html", "/none/OUT"], "/none/OUT: in a folder that does not exist"),
         (["explain", str(MODEL), "--plots", "OUT"], "explain: --plots without --html; allowed: both"),
     ],
 )
