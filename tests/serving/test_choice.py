@@ -15,6 +15,7 @@ if importlib.util.find_spec("vllm") is None:
     )
 
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm_stand_in import moe_config
 
 from mxk_compile.integrations import vllm_quantization
 from mxk_compile.integrations.vllm_quantization import refusal
@@ -22,27 +23,19 @@ from mxk_compile.integrations.vllm_quantization import refusal
 
 def layer(**changes: Any) -> Any:
     """A RoutedExperts as far as `refusal` reads it."""
-    parallel = SimpleNamespace(enable_eplb=False, use_all2all_kernels=False)
-    fields = {
-        "activation": MoEActivation.SILU,
-        "is_lora_enabled": False,
-        "moe_parallel_config": parallel,
-        "hidden_dim": 256,
-        "intermediate_size_per_partition": 128,
-        "in_dtype": torch.bfloat16,
-        "num_local_experts": 8,
-        "experts_per_token": 2,
-        "has_bias": False,
-        "swiglu_limit": None,
-        "swiglu_alpha": None,
-        "swiglu_beta": None,
-    }
     on_input = changes.pop("apply_router_weight_on_input", False)
-    for name in ("enable_eplb", "use_all2all_kernels"):
-        setattr(parallel, name, changes.pop(name, False))
-    return SimpleNamespace(
-        moe_config=SimpleNamespace(**{**fields, **changes}), apply_router_weight_on_input=on_input
+    parallel = {name: changes.pop(name) for name in ("enable_eplb", "use_all2all_kernels") if name in changes}
+    config = moe_config(
+        "cpu",
+        **{
+            "activation": MoEActivation.SILU,
+            "hidden_dim": 256,
+            "intermediate_size_per_partition": 128,
+            **changes,
+        },
     )
+    vars(config.moe_parallel_config).update(parallel)
+    return SimpleNamespace(moe_config=config, apply_router_weight_on_input=on_input)
 
 
 @pytest.mark.parametrize(

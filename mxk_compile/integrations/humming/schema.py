@@ -23,6 +23,7 @@ SUPPORTED = (
     "humming (uint4 in groups of 32, 64, 128 or a row; float4e2m1 with float8e8m0 for 32), "
     "compressed-tensors (pack-quantized INT4)"
 )
+_NO_KERNEL = "a scheme without a kernel here"
 _Attributes = dict[str, dict[str, Any]]
 
 
@@ -32,15 +33,24 @@ def refuse(scheme: str, given: str, layer: str = "") -> NoReturn:
     raise CheckpointError(what, given, SUPPORTED, "convert the checkpoint, or serve it with another backend")
 
 
-def _from_aliases(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Field values of a configuration, whichever of its names a field goes under."""
+def _made(cls: Any, config: dict[str, Any], base: type, schemas: dict[str, Any], unknown: str) -> Any:
+    """A schema from a configuration: of the class that `quant_method` names if `cls` is their base, else of `cls`.
+
+    Its fields are taken from whichever of their names they go under. Raises CheckpointError for a scheme that is not
+    among the base's, which `unknown` says more of.
+    """
+    if cls is base:
+        method = config.get("quant_method")
+        if method not in tuple(schemas):
+            refuse(str(method), unknown)
+        return schemas[str(method)].from_config(config)
     found = {}
     for field in dataclasses.fields(cls):
         for name in (field.name, *cls.KWARGS_ALIAS.get(field.name, ())):
             if name in config:
                 found[field.name] = config[name]
                 break
-    return found
+    return cls(**found)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -54,12 +64,8 @@ class BaseWeightSchema:
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> BaseWeightSchema:
         """The schema that `quant_method` of a configuration names; raises CheckpointError if it is not supported."""
-        if cls is BaseWeightSchema:
-            method = config.get("quant_method")
-            if method not in tuple(cls.WEIGHT_SCHEMA_MAP):
-                refuse(str(method), "a scheme without a kernel here")
-            return cls.WEIGHT_SCHEMA_MAP[str(method)].from_config(config)
-        return cls(**_from_aliases(cls, config))
+        schema: BaseWeightSchema = _made(cls, config, BaseWeightSchema, cls.WEIGHT_SCHEMA_MAP, _NO_KERNEL)
+        return schema
 
     def get_tensors_attrs(
         self,
@@ -310,12 +316,10 @@ class BaseInputSchema:
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> BaseInputSchema:
         """The schema that `quant_method` names; raises CheckpointError for inputs other than 16-bit ones."""
-        if cls is BaseInputSchema:
-            method = config.get("quant_method")
-            if method not in tuple(cls.INPUT_SCHEMA_MAP):
-                refuse(str(method), "quantized activations")
-            return cls.INPUT_SCHEMA_MAP[str(method)].from_config(config)
-        return cls(**_from_aliases(cls, config))
+        schema: BaseInputSchema = _made(
+            cls, config, BaseInputSchema, cls.INPUT_SCHEMA_MAP, "quantized activations"
+        )
+        return schema
 
     def get_tensors_attrs(self, *args: Any, **kwargs: Any) -> _Attributes:
         """No tensors belong to inputs."""
@@ -360,7 +364,7 @@ def _refused(method: str) -> type[BaseWeightSchema]:
         """Refused when it is made."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            refuse(method, "a scheme without a kernel here")
+            refuse(method, _NO_KERNEL)
 
         @classmethod
         def from_config(cls, config: dict[str, Any]) -> BaseWeightSchema:

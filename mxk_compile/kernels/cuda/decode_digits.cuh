@@ -15,11 +15,6 @@ __device__ __forceinline__ u32 greater_halves(u32 a, u32 b) {
   asm("max.u16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-__device__ __forceinline__ u32 subtract_bf16x2(u32 a, u32 b) {
-  u32 d;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
 __device__ __forceinline__ u32 pack_e4m3x2(float low, float high) {
   u16 d;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
@@ -52,7 +47,7 @@ __device__ __forceinline__ void store_digits(u32 to, const uint4& v, float scale
     odd[1] |= pack_e4m3x2(second(lo0) * low_scale, second(lo1) * low_scale) << (8 * j);
   }
 #pragma unroll
-  for (int d = 0; d < 2; ++d) store_shared(to + 16 * d, even[d]), store_shared(to + 128 + 16 * d, odd[d]);
+  for (int d = 0; d < 2; ++d) store_shared_4(to + 16 * d, even[d]), store_shared_4(to + 128 + 16 * d, odd[d]);
 }
 
 // Exponent of the scale of a row whose largest magnitude has these bits, as fp32 has it. Capped: values of 2^-133 in a row
@@ -82,7 +77,7 @@ __device__ __forceinline__ void make_digits(const Decode& p, const Routes& route
     }
   };
   load(0);
-  if (thread < ROWS) store_shared(largest + thread * 4, 0);
+  if (thread < ROWS) store_shared_4(largest + thread * 4, 0);
   team_sync<BARRIER, THREADS_>();
   for (int base = 0; base < items; base += HELD) {
     if (base > 0) load(base);
@@ -99,22 +94,22 @@ __device__ __forceinline__ void make_digits(const Decode& p, const Routes& route
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       if (!there(base + i)) continue;
-      const u32 most = load_shared(largest + row_of(base + i) * 4);
+      const u32 most = load_shared_4(largest + row_of(base + i) * 4);
       const int eight = eight_of(base + i);
       store_digits(to + digits_at(row_of(base + i), eight / 4) + eight % 4 * 4, held[i],
                    __uint_as_float(scale_exponent(most) << 23));
     }
   }
   if (thread < ROWS) {
-    const u32 most = load_shared(largest + thread * 4);
+    const u32 most = load_shared_4(largest + thread * 4);
     const int exponent = (MXK_SCALES_SMALL ? 69 : 133) - static_cast<int>(scale_exponent(most));
     const u32 half = exponent >> 1, rest = exponent - (exponent >> 1);
     // A row of NaN gives NaN; one of inf makes `finish_unit` look closer.
-    store_shared(factors + thread * 8, most > 0x7F80 ? 0x7FC00000u : most == 0x7F80 ? 0x7F800000u : (half + 127) << 23);
-    store_shared(factors + thread * 8 + 4, (rest + 127) << 23);
+    store_shared_4(factors + thread * 8, most > 0x7F80 ? 0x7FC00000u : most == 0x7F80 ? 0x7F800000u : (half + 127) << 23);
+    store_shared_4(factors + thread * 8 + 4, (rest + 127) << 23);
   }
   // Columns past the end must be finite: the weights there are whatever the slot holds.
-  for (u32 at = P::GROUPS * (256 * NT) + thread * 4; at < P::DIGITS; at += THREADS_ * 4) store_shared(to + at, 0);
+  for (u32 at = P::GROUPS * (256 * NT) + thread * 4; at < P::DIGITS; at += THREADS_ * 4) store_shared_4(to + at, 0);
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 

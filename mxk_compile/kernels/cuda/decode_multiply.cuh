@@ -73,7 +73,7 @@ __device__ __forceinline__ float scale_of(u32 byte) {
 struct Factor {
   float factor, rest;
   __device__ void load(u32 address) {
-    factor = __uint_as_float(load_shared(address)), rest = __uint_as_float(load_shared(address + 4));
+    factor = __uint_as_float(load_shared_4(address)), rest = __uint_as_float(load_shared_4(address + 4));
   }
   __device__ bool infinite() const { return factor == __uint_as_float(0x7F800000u); }
   __device__ float group(float sum) const { return MXK_SCALES_SMALL ? sum : sum * factor * rest; }
@@ -98,7 +98,7 @@ __device__ __forceinline__ void multiply_batch(u32 weights, u32 half_weights, u3
   float d[P::BATCH][NT][4];
 #pragma unroll
   for (int i = 0; i < P::BATCH; ++i) {
-    const u32 low = load_shared(weights + 16 * i), high = load_shared(weights + half_weights + 16 * i);
+    const u32 low = load_shared_4(weights + 16 * i), high = load_shared_4(weights + half_weights + 16 * i);
     unpack(low, a[i][0], a[i][2]);
     unpack(high, a[i][1], a[i][3]);
   }

@@ -2,18 +2,10 @@
 #pragma once
 #include "decode.cuh"
 
-__device__ __forceinline__ u32 load_shared(u32 address) {
-  u32 v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-  return v;
-}
 __device__ __forceinline__ u32 load_shared_byte(u32 address) {
   u32 v;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
   return v;
-}
-__device__ __forceinline__ void store_shared(u32 address, u32 value) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 __device__ __forceinline__ void store_shared_8(u32 address, float low, float high) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(low), "f"(high) : "memory");

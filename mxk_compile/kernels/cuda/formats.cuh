@@ -60,12 +60,6 @@ __device__ __forceinline__ Scale make_ready(Scale s) {
   return s;
 }
 
-__device__ __forceinline__ u32 subtract_bf16x2(u32 a, u32 b) {
-  u32 d;
-  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
 // Of INT4's unpacking, hidden from the compiler, which would make two instructions of immediates.
 struct Constants {
   u32 mask, pattern;

@@ -20,6 +20,12 @@ __device__ __forceinline__ u32 multiply_bf16x2(u32 a, u32 b) {  // keeps subnorm
   return d;
 }
 
+__device__ __forceinline__ u32 subtract_bf16x2(u32 a, u32 b) {
+  u32 d;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
 __device__ __forceinline__ u32 pack_bf16x2(float low, float high) {
   u32 d;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
