@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mxk_compile.kernels import tpc
 from mxk_compile.parity.cases import (
-    MAX_REL_L2,
     ROWS,
     Run,
     Source,
@@ -28,19 +27,18 @@ from mxk_compile.parity.cases import (
     say,
 )
 from mxk_compile.parity.stock import run_stock
-from mxk_compile.testing import MoECase
+from mxk_compile.testing import MAX_REL_L2, MoECase, most_rel_l2
 
 TITLES = (
     f"{'variant':10}{'K':>6}{'I':>6}  {'routing':8}{'rms':>4}{'T':>7}{'routes':>8}"
     f"  {'kernel rel_l2':21}stock rel_l2"
 )
 _QUICK_RANDOM = 4  # tokens: several, some of whose routes are to other cards
-_FEW_VALUES, _MAX_REL_L2_OF_FEW = 1024, 2.2e-3  # the mean of few roundings scatters
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One call: who, how it was routed, errors against fp32, and what was counted while it ran, where that is.
+    """One call: who, how it was routed, errors against fp32 and their limit, and what was counted, where that is.
 
     `stock_rel_l2` is the reason where the stock op did not run.
     """
@@ -53,12 +51,8 @@ class Row:
     rms: float
     kernel_rel_l2: float
     stock_rel_l2: float | str
+    limit: float = MAX_REL_L2
     counters: tuple[Any, ...] = ()
-
-    @property
-    def limit(self) -> float:
-        """Largest rel_l2 that passes."""
-        return MAX_REL_L2 if self.num_tokens * self.sizes[0] >= _FEW_VALUES else _MAX_REL_L2_OF_FEW
 
     def __str__(self) -> str:
         return f"{self.variant} {self.routing} T={self.num_tokens} rms={self.rms:g}: {self.kernel_rel_l2:.2e}"
@@ -142,7 +136,8 @@ def measure(
         error = error_of(run([on_device(case, device)])[0].cpu(), expected)
         stock = beside if isinstance(beside, str) else error_of(beside, expected)
         sizes = (source.variant.hidden_size, source.variant.intermediate_size)
-        rows.append(Row(name, sizes, routing, num_tokens, local_routes(case), rms, error, stock))
+        errors = (error, stock, most_rel_l2(expected))
+        rows.append(Row(name, sizes, routing, num_tokens, local_routes(case), rms, *errors))
     return rows
 
 

@@ -13,8 +13,7 @@ from emulated_pair import run_pair
 
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels.tpc import emulate, emulated_ops
-from mxk_compile.parity.cases import MAX_REL_L2
-from mxk_compile.testing import MoECase, random_case, rel_l2
+from mxk_compile.testing import MAX_REL_L2, MoECase, random_case, rel_l2
 
 BIAS, PLAIN = ("mxk_w13xib", "mxk_w2xb"), ("mxk_w13x", "mxk_w2x")
 

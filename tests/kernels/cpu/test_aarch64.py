@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mxk_compile.kernels import MoEDesc, cpu
-from mxk_compile.testing import MoECase, random_case, rel_l2
+from mxk_compile.testing import MoECase, most_rel_l2, random_case, rel_l2
 
 ROOT = Path(__file__).parents[3]
 COMPILER, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
@@ -87,4 +87,5 @@ def test_emulated(program: Path, tmp_path: Path, name: str) -> None:
     case = random_case(**CASES[name])
     results = [replay(program, processor, "portable", case, tmp_path) for processor in ("cortex-a53", "max")]
     assert torch.equal(results[0].view(torch.int16), results[1].view(torch.int16))
-    assert rel_l2(results[0], case.reference()) < 2.2e-3
+    expected = case.reference()
+    assert rel_l2(results[0], expected) <= most_rel_l2(expected)
