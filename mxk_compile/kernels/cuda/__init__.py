@@ -21,6 +21,7 @@ from mxk_compile.errors import KernelError
 from mxk_compile.kernels.cuda import build, decode, dequant, prefill, repack, scales
 from mxk_compile.kernels.cuda.operands import ALIGNMENT, FLOATS, Call, Operands
 from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose
+from mxk_compile.kernels.cuda.tiles import tile_sizes
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
 from mxk_compile.meta.dequant import check_dequant
 from mxk_compile.ops.formats import mxfp4
@@ -136,6 +137,9 @@ class Prepared:
                 x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0,
             )
             chosen = schedule or plan(desc, num_tokens, device)
+            if chosen.kernel == "decode" and not decode.runs(call, chosen.macros):
+                rows = num_tokens * desc.top_k / desc.num_experts
+                chosen = Schedule("prefill", sizes=tile_sizes(rows))
             if chosen.kernel == "decode":
                 self._runner: decode.Decode | prefill.Prefill = decode.Decode(call, chosen.macros)
             else:

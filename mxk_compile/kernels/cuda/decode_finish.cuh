@@ -67,25 +67,35 @@ __device__ __forceinline__ void load_bias(const Decode& p, const Routes& routes,
   }
 }
 
+// Weight `column` of a row in fp32.
+__device__ __forceinline__ float plain_weight(const u8* weights, const u8* scales, const u8* zeros, int column) {
+  const u32 code = weights[column / 2] >> (column % 2 * 4) & 15;
+  if constexpr (IS_MXFP4) {
+    const u32 byte = scales[column / 32];
+    const float scale = __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : byte << 23);
+    // An E2M1 code as fp32: its exponent and mantissa at the low end of fp32's, which 2^126 undoes.
+    return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * __uint_as_float(253u << 23) * scale;
+  } else {
+    const int group = GROUP_LOG == 31 ? 0 : column >> GROUP_LOG;
+    const int zero = MXK_ZEROS ? zeros[group] : 8, value = (MXK_FORMAT == 2 ? code ^ 8 : code) - zero;
+    return static_cast<float>(value) * load_float(scales, group, MXK_SCALES);
+  }
+}
+
 // A product in plain fp32, by a warp: where an activation is infinite, which FP8 digits cannot say, or a sum overflowed.
 template <class P>
 __device__ __forceinline__ float plain_product(const Decode& p, const Source<P>& from, i64 row, int half, int route) {
   const u8* weights = from.weights(half) + row * from.row_stride;
   const u8* scales = from.scales(half) + row * from.scale_stride;
-  const u16* x = reinterpret_cast<const u16*>(
-      P::PAIRS ? p.x + static_cast<i64>(route / TOP_K) * p.x_stride * 2 : p.h + static_cast<i64>(route) * (I * 2));
+  const u8* zeros = MXK_ZEROS ? from.zeros(half) + row * P::ROW_SCALES : nullptr;
+  const u16* x = reinterpret_cast<const u16*>(activations<P>(p, route));
   float sum = 0.0f;
-  for (int at = threadIdx.x & 31; at < P::BYTES; at += 32) {
-    const u32 byte = scales[at / 16];
-    const float scale = __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : byte << 23);
+  for (int at = threadIdx.x & 31; at < P::BYTES * P::SLICES; at += 32) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const u32 code = weights[at] >> (4 * i) & 15;
       u16 value;  // volatile: as H was written by other blocks
       asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(value) : "l"(x + 2 * at + i) : "memory");
-      // An E2M1 code as fp32: its exponent and mantissa at the low end of fp32's, which 2^126 undoes.
-      const float weight = __uint_as_float((code & 8) << 28 | (code & 7) << 22) * __uint_as_float(253u << 23);
-      sum += weight * scale * __uint_as_float(static_cast<u32>(value) << 16);
+      sum += plain_weight(weights, scales, zeros, 2 * at + i) * __uint_as_float(static_cast<u32>(value) << 16);
     }
   }
 #pragma unroll
@@ -93,9 +103,56 @@ __device__ __forceinline__ float plain_product(const Decode& p, const Source<P>&
   return sum;
 }
 
+// ---- slices: blocks that share the columns of the same rows, of which the first finishes what the others bring
+
+// Of a warp of the epilogue: the n-th unit that each of these warps has had goes through place n of a ring.
+template <class P>
+struct Slices {
+  u32 *ready, *taken;  // of each other slice; of all
+  u8* parts;
+  u32 done = 0;
+
+  __device__ Slices(const Decode& p, int warp) {
+    const int team = blockIdx.x / P::SLICES * EPILOGUE + warp;
+    ready = p.counters + FLAGS_AT + team * P::SLICES, taken = ready + P::SLICES - 1;
+    parts = p.parts + static_cast<i64>(team) * (P::SLICES - 1) * (PARTS_IN_FLIGHT * SUM);
+  }
+  __device__ static void wait(const u32* counter, u32 least) {
+    if ((threadIdx.x & 31) == 0) {
+      u32 now;
+      do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+      } while (now < least);
+    }
+    __syncwarp();
+  }
+  __device__ static void add(u32* counter) {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+  }
+  __device__ uint2* place(int slice, int n) const {
+    const int at = (slice - 1) * PARTS_IN_FLIGHT + done % PARTS_IN_FLIGHT;
+    return reinterpret_cast<uint2*>(parts + at * SUM + n * 256) + (threadIdx.x & 31);
+  }
+  __device__ void before_bringing() const {
+    if (done >= PARTS_IN_FLIGHT) wait(taken, done - PARTS_IN_FLIGHT + 1);
+  }
+  __device__ void before_taking() const {
+    for (int slice = 1; slice < P::SLICES; ++slice) wait(ready + slice - 1, done + 1);
+  }
+  __device__ void after(int slice) {
+    add(slice == 0 ? taken : ready + slice - 1);
+    ++done;
+  }
+  __device__ void leave() const {  // all have brought everything; those who wait for `taken` have ended as well
+    __syncwarp();
+    if ((threadIdx.x & 31) < P::SLICES) ready[threadIdx.x & 31] = 0;
+  }
+};
+
 template <class P>
 __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& routes, const Walk<P>& walk, int unit, u32 sums,
-                                            const float (&bias)[2]) {
+                                            const float (&bias)[2], const Slices<P>& slices) {
   const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
   const int expert = routes.expert[walk.block], first = routes.first[walk.block], count = routes.count[walk.block];
   const int output = (walk.first + unit) * P::UNIT_OUTPUTS + g;
@@ -103,12 +160,23 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
   for (int n = 0; n < NT && 4 * n < count; ++n) {
     const int column = 4 * n + q;
     const bool here = column < count;
-    const int route = routes.route[first + (here ? column : 0)];
+    const int route = routes.at(first + (here ? column : 0));
     float value[2] = {};
 #pragma unroll
     for (int share = 0; share < SHARES; ++share) {
       const uint2 part = load_shared_8(sums + (share * TILE_UNITS + unit) * SUM + n * 256 + lane * 8);
       value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
+    }
+    if constexpr (P::SLICES > 1) {
+      if (slice_of<P>() != 0) {
+        *slices.place(slice_of<P>(), n) = make_uint2(__float_as_uint(value[0]), __float_as_uint(value[1]));
+        continue;
+      }
+      for (int slice = 1; slice < P::SLICES; ++slice) {
+        uint2 part;
+        asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(part.x), "=r"(part.y) : "l"(slices.place(slice, n)) : "memory");
+        value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
+      }
     }
     if (P::PAIRED && g >= 4) {  // as `slot_row` has it
       const float low = value[0];
@@ -134,11 +202,11 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
       const float activated = activate(value[0], value[1], p.activation, p.alpha, p.limit);
       reinterpret_cast<u16*>(p.h)[static_cast<i64>(route) * I + output] = static_cast<u16>(pack_bf16x2(activated, 0.0f));
     } else {
-      const float weight = routes.weight[route];
-      const i64 to = static_cast<i64>(route) * K + output;
+      const float weight = PROJECT ? 1.0f : routes.weight[route];
+      const i64 to = static_cast<i64>(route) * (PROJECT ? p.out_stride : K) + output;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if constexpr (MXK_PER_ROUTE) {
+        if constexpr (MXK_PER_ROUTE || PROJECT) {
           reinterpret_cast<u16*>(p.out)[to + 8 * half] = static_cast<u16>(pack_bf16x2(value[half] * weight, 0.0f));
         } else {
           reinterpret_cast<float*>(p.y)[to + 8 * half] = value[half] * weight;
@@ -148,26 +216,42 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
   }
 }
 
+// The units of all tiles take turns: `warp` has every EPILOGUE-th.
 template <class P>
-__device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, int unit, u32 shared, Turn& turn) {
+__device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, int warp, u32 shared, Turn& turn) {
+  static_assert(TILE_UNITS <= EPILOGUE, "a warp has one unit of a tile at most");
+  constexpr int MORE = TILE_UNITS % EPILOGUE;
   Walk<P> walk(routes.blocks);
+  Slices<P> slices(p, warp);
   bool more = walk.next();
+  int unit = warp, next_unit;  // of the tile
   float bias[2];
   if (more) load_bias<P>(p, routes, walk, unit, bias);
   while (more) {
     Walk<P> ahead = walk;  // its biases, whose way from memory is long
     float next_bias[2];
     more = ahead.next();
-    if (more) load_bias<P>(p, routes, ahead, unit, next_bias);
+    next_unit = MORE == 0 ? unit : unit >= MORE ? unit - MORE : unit - MORE + EPILOGUE;
+    if (more) load_bias<P>(p, routes, ahead, next_unit, next_bias);
     barrier_wait(shared + AT_BARRIERS + AT_SUMS_FULL + 8 * turn.slot, turn.parity);
-    if (unit < walk.count) finish_unit<P>(p, routes, walk, unit, shared + AT_SUMS + turn.slot * SUM_SET, bias);
+    const bool mine = unit < walk.count;
+    if constexpr (P::SLICES > 1) {
+      if (mine) slice_of<P>() == 0 ? slices.before_taking() : slices.before_bringing();
+    }
+    if (mine) finish_unit<P>(p, routes, walk, unit, shared + AT_SUMS + turn.slot * SUM_SET, bias, slices);
     __syncwarp();
     if ((threadIdx.x & 31) == 0) barrier_arrive(shared + AT_BARRIERS + AT_SUMS_EMPTY + 8 * turn.slot);
-    if constexpr (!P::PAIRS && !MXK_PER_ROUTE)
-      if (unit < walk.count) sum_if_last(p, routes, (walk.first + unit) * UNIT);
+    if constexpr (P::SLICES > 1) {
+      if (mine) slices.after(slice_of<P>());
+    }
+    if constexpr (!P::PAIRS && !MXK_PER_ROUTE && !PROJECT)
+      if (mine) sum_if_last(p, routes, (walk.first + unit) * UNIT);
     turn.advance(SUM_STAGES);
-    walk = ahead;
+    walk = ahead, unit = next_unit;
     bias[0] = next_bias[0], bias[1] = next_bias[1];
+  }
+  if constexpr (P::SLICES > 1) {
+    if (slice_of<P>() == 0) slices.leave();
   }
 }
 

@@ -29,29 +29,59 @@
 // the last part of 16 output columns adds up the slots there.
 // Gate row i and up row i meet in one lane: the activation needs no exchange.
 // What binds: docs/performance/h200.md.
-#include "decode_digits.cuh"
 #include "decode_finish.cuh"
+#if MXK_FORMAT
+#include "decode_int4.cuh"
+#else
+#include "decode_digits.cuh"
 #include "decode_multiply.cuh"
+#endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid_constant__ Decode p) {
-  extern __shared__ __align__(128) u8 memory[];
-  const u32 shared = shared_address(memory), barriers = shared + AT_BARRIERS;
-  let_later_kernels_start();
+__device__ __forceinline__ void start_barriers(const Decode& p, u32 barriers) {
   if (threadIdx.x == 64 && MXK_ALIGNED && p.maps == nullptr) {
-    prefetch_map(p.w13_map), prefetch_map(p.w2_map);
-    if (GateUp::PADDED) prefetch_map(p.s13_map);
+    if (!PROJECT) prefetch_map(p.w13_map);
+    prefetch_map(p.w2_map);
+    if (!PROJECT && GateUp::PADDED) prefetch_map(p.s13_map);
     if (Down::PADDED) prefetch_map(p.s2_map);
   }
   if (threadIdx.x == 32) {
     for (int i = 0; i < STAGES; ++i)
       barrier_init(barriers + AT_SLOT_FULL + 8 * i, 1), barrier_init(barriers + AT_SLOT_EMPTY + 8 * i, CONSUMERS);
     for (int i = 0; i < SCALE_STAGES; ++i) barrier_init(barriers + AT_SCALES_EMPTY + 8 * i, CONSUMERS);
-    for (int i = 0; i < BUFFERS; ++i)
+    for (int i = 0; DIGIT_WARPS > 0 && i < BUFFERS; ++i)
       barrier_init(barriers + AT_DIGITS_FULL + 8 * i, DIGIT_WARPS), barrier_init(barriers + AT_DIGITS_EMPTY + 8 * i, CONSUMERS);
     for (int i = 0; i < SUM_STAGES; ++i)
       barrier_init(barriers + AT_SUMS_FULL + 8 * i, CONSUMERS), barrier_init(barriers + AT_SUMS_EMPTY + 8 * i, EPILOGUE);
     barrier_init_fence();
   }
+}
+
+#if MXK_PROJECT
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_project(const __grid_constant__ Decode p) {
+  extern __shared__ __align__(128) u8 memory[];
+  const u32 shared = shared_address(memory);
+  let_later_kernels_start();
+  start_barriers(p, shared + AT_BARRIERS);
+  wait_for_earlier_kernels();
+  const Routes routes = sort_routes(p, memory);
+  const int warp = threadIdx.x >> 5;
+  if (warp < HELPERS) {
+    give_registers<HELPER_REGISTERS>();
+    Turn turn, scales;
+    if (warp == 0) copy_rows<Down>(p, routes, shared, turn, scales, evict_first());
+    else finish_rows<Down>(p, routes, warp - 1, shared, turn);
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    ConsumerTurns turn;
+    multiply_rows<Down>(p, routes, warp - HELPERS, shared, turn);
+  }
+}
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid_constant__ Decode p) {
+  extern __shared__ __align__(128) u8 memory[];
+  const u32 shared = shared_address(memory);
+  let_later_kernels_start();
+  start_barriers(p, shared + AT_BARRIERS);
   wait_for_earlier_kernels();
   const GridBarrier rows_ready(p.counters);
   const Routes routes = sort_routes(p, memory);
@@ -63,12 +93,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
       const u64 policy = evict_first();
       copy_rows<GateUp>(p, routes, shared, turn, scales, policy);
       copy_rows<Down>(p, routes, shared, turn, scales, policy);
+#if !MXK_FORMAT
     } else if (warp <= DIGIT_WARPS) {
       Turn turn;
       const u32 thread = threadIdx.x - 32;
       make_more_digits<GateUp>(p, routes, thread, shared, turn);
       rows_ready.wait<3, TEAM>(thread);
       make_more_digits<Down>(p, routes, thread, shared, turn);
+#endif
     } else {
       Turn turn;
       const u32 unit = warp - 1 - DIGIT_WARPS;
@@ -80,11 +112,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
   } else {
     take_registers<CONSUMER_REGISTERS>();
     const u32 thread = threadIdx.x - HELPERS * 32;
-    const int share = (warp - HELPERS) / 4;
     ConsumerTurns turn;
     clear_absent(p, routes, thread, CONSUMERS * 32);
+#if MXK_FORMAT
+    multiply_rows<GateUp>(p, routes, warp - HELPERS, shared, turn);
+    rows_ready.wait<2, CONSUMERS * 32>(thread);
+    multiply_rows<Down>(p, routes, warp - HELPERS, shared, turn);
+#else
+    const int share = (warp - HELPERS) / 4;
     multiply_rows<GateUp>(p, routes, share, warp % 4, shared, turn);
     rows_ready.wait<2, CONSUMERS * 32>(thread);
     multiply_rows<Down>(p, routes, share, warp % 4, shared, turn);
+#endif
   }
 }
+#endif

@@ -12,13 +12,15 @@ import math
 
 from mxk_compile.errors import SettingsError
 from mxk_compile.kernels.cuda.build import cache_folder, write_whole
-from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, tile_sizes
+from mxk_compile.kernels.cuda import int4_splits
+from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, likely_rows, product_us, tile_sizes
 from mxk_compile.settings import settings
+from mxk_compile.variants import INT4_FORMATS
 
 DECODE_ROUTES = (64, 256, 1024)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
 _SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of decode.cuh
-_DECODE_NAMES = ("groups", "column_tiles", "chunk", "stages", "buffers", "max_routes")
+_DECODE_NAMES = ("groups", "column_tiles", "units", "slices", "chunk", "stages", "buffers", "max_routes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +106,65 @@ def heuristic(problem: Problem) -> Schedule:
             macros = decode_macros(problem, _GROUPS, column_tiles)
             if macros is not None:
                 return Schedule("decode", macros)
+    if problem.weight_format in INT4_FORMATS and problem.hidden_size <= _MOST_HIDDEN:
+        sizes = (problem.hidden_size, problem.intermediate_size, problem.num_experts)
+        splits = int4_splits.of_layer(*sizes, problem.num_tokens * problem.top_k)
+        return _cheaper(splits, rows, even=False)
     return Schedule("prefill", sizes=tile_sizes(rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One projection by itself, as `Problem` a layer.
+
+    Attributes:
+        device, weight_format: as in `Problem`.
+        num_experts, outputs: of the weight.
+        weight: its columns and scales.
+        rows: mean of an expert.
+        even: whether all experts have about that many.
+        routes: rows of the result.
+        most_rows: of an expert where that is known, else 0: rows lie by expert then, and are not sorted.
+    """
+
+    device: str
+    weight_format: str
+    num_experts: int
+    outputs: int
+    weight: int4_splits.Weight
+    rows: float
+    even: bool
+    routes: int
+    most_rows: int = 0
+
+
+def heuristic_of_product(product: Product) -> Schedule:
+    """The schedule of a projection: a pure function."""
+    even = product.even and not product.most_rows  # what is said of masked rows is a guess
+    splits: tuple[int4_splits.Split, ...] = ()
+    if product.weight_format in INT4_FORMATS and product.outputs % 16 == 0 and product.routes <= _MOST_ROUTES:
+        sizes = (product.weight, product.num_experts, product.routes, product.most_rows)
+        splits = int4_splits.of_product(*sizes)
+    return _cheaper(splits, product.rows, even, guessed=product.most_rows > 0)
+
+
+def choose_of_product(product: Product) -> Schedule:
+    """The schedule of a projection. Raises SettingsError for an override that names none."""
+    return (
+        heuristic_of_product(product) if settings.cuda_schedule is None else _forced(settings.cuda_schedule)
+    )
+
+
+def _cheaper(
+    splits: tuple[int4_splits.Split, ...], rows: float, even: bool, guessed: bool = False
+) -> Schedule:
+    """Of prefill and the decode kernel's INT4 products; their costs are of one shape, whose ratio is taken for all."""
+    likely = int4_splits.around(rows) if guessed else likely_rows(rows, even)
+    best = min(splits, key=lambda split: split.product_us(likely), default=None)
+    prefill = product_us(rows, even=even or guessed)
+    if best is not None and best.product_us(likely) < _CLEARLY * prefill:
+        return Schedule("decode", best.macros)
+    return Schedule("prefill", sizes=tile_sizes(rows, even=even))
 
 
 DECODE_SPLITS = ((2, 1), (3, 1), (2, 2), (3, 2))
@@ -113,6 +173,8 @@ _ONE_TILE_ROWS = 3  # mean of an expert, up to which streaming the few with more
 _DECODE_ROWS = 4  # few have more than eight
 _GROUPS = 2  # the faster number of warpgroups on all shapes measured
 _MOST_HIDDEN = 15360  # the decode kernel counts output columns
+_CLEARLY = 0.95  # what is modelled must be faster than what was measured, for the decode kernel to be taken
+_MOST_ROUTES = 65535  # rows of a projection, which its lists number in 16 bits
 
 
 def _few(problem: Problem) -> bool:

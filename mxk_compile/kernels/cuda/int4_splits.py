@@ -1,0 +1,140 @@
+"""How the decode kernel divides INT4 products: which divisions fit into shared memory, and what they are expected to cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of decode.cuh
+_GROUPS = 2  # warpgroups of consumers: each of their warps has a share of the columns
+_WARPS = 4 * _GROUPS
+_CHUNK = 56  # MXK_CHUNK of decode.cuh
+_FEWEST_STAGES = 3  # of the ring: a slot that is read, and two on their way
+_MOST_SLICED = 8192  # outputs of a layer whose columns are sliced: counters of both share a page
+_ROUTES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # that the kernel is compiled for: shared memory holds its lists
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Macros of the kernel.
+
+    Attributes:
+        column_tiles: rows of an expert taken at once, in fours; even.
+        units: of 16 weight rows in a slot.
+        slices: blocks that share a projection's columns.
+        max_routes: of the lists.
+    """
+
+    column_tiles: int
+    units: int
+    slices: int
+    max_routes: int = 256
+
+    @property
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        """As `Schedule` has them."""
+        return ("groups", _GROUPS), *vars(self).items()
+
+    def product_us(self, likely: dict[int, float]) -> float:
+        """Time, for experts that have so many rows with these likelihoods, of the product that tiles.py's costs are of, *modelled*: bytes at 0.9 of the card's rate for each
+        `4 * column_tiles` rows of an expert, or shared memory's time where that is longer, and what a launch costs."""
+        passes = sum(part * math.ceil(rows / (4 * self.column_tiles)) for rows, part in likely.items())
+        return _LAUNCH_US + _SLICE_US * (self.slices - 1) + passes * _FLOOR_US * max(1 / 0.9, self._shared_clocks / _CLOCKS)
+
+    @property
+    def _shared_clocks(self) -> float:
+        """Of shared memory, for 16 weight rows and 32 columns, by four warps: activations are read once for all units."""
+        own = 5.25  # weights and scales, written and read
+        return 4 * (own + 5 * self.column_tiles / 2 / self.units)
+
+    def shared_bytes(self, weights: tuple[Weight, ...], num_experts: int, masked: bool) -> int:
+        """Shared memory of a block, at most, with a ring of `_FEWEST_STAGES`: as decode.cuh divides it."""
+        slot = rows = scales = 0
+        for weight in weights:
+            slices = self.slices if weight.sliced else 1
+            steps = weight.columns // slices // 32
+            batch = _batch(steps)
+            batches = -(-steps // batch)
+            chunk = -(-batches // -(-steps // _CHUNK)) * batch
+            slot = max(slot, 16 * self.units * 16 * (chunk | 1))
+            rows = max(rows, batches * batch * 272 * self.column_tiles)
+            own, rest = divmod(weight.scale_bytes, slices)
+            padded = own + 32 if rest == 0 and own % 16 == 0 else weight.scale_bytes
+            scales = max(scales, 16 * self.units * (padded + weight.zero_bytes) + 256)
+        sums = 2 * _WARPS * self.units * 256 * self.column_tiles
+        lists = 8 * num_experts + (6 if masked else 16) * self.max_routes + 24 * 4 * self.column_tiles + 1024
+        return _FEWEST_STAGES * slot + rows + 2 * scales + sums + lists
+
+    def fits(self, weights: tuple[Weight, ...], num_experts: int, masked: bool = False) -> bool:
+        """Whether the kernel can be compiled with this split."""
+        sliced = [weight for weight in weights if weight.sliced]
+        return (
+            all(weight.columns % (32 * self.slices) == 0 for weight in sliced)
+            and self.shared_bytes(weights, num_experts, masked) <= SHARED_BYTES
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """Of a product.
+
+    Attributes:
+        columns: inputs.
+        scale_bytes, zero_bytes: of a row.
+        sliced: whether its columns may be shared between blocks.
+    """
+
+    columns: int
+    scale_bytes: int
+    zero_bytes: int = 0
+    sliced: bool = True
+
+    @classmethod
+    def common(cls, columns: int, sliced: bool = True) -> Weight:
+        """With the most common scales, of two bytes for 32 columns."""
+        return cls(columns, columns // 32 * 2, sliced=sliced)
+
+
+def around(rows: float) -> dict[int, float]:
+    """Likelihoods of an expert's rows where the caller expects `rows`: some have more."""
+    return {math.ceil(rows): 0.9, math.ceil(1.3 * rows) + 1: 0.1}
+
+
+_FLOOR_US = 184  # bytes of 48 experts' 4096 x 7168 weights at the card's rate
+_CLOCKS = 61.3  # in which a multiprocessor reads 16 rows of 32 columns, four times: 288 bytes each
+_SLICE_US = 2  # waiting for each other
+_LAUNCH_US = 12  # sorting, the first rows and the last wait
+_SPLITS = ((2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1), (2, 2, 2), (4, 1, 2), (4, 2, 4), (8, 1, 4))
+
+
+def _batch(steps: int) -> int:
+    """`batch_of` of decode.cuh."""
+
+    def longest(batch: int) -> int:
+        return -(-(-(-steps // batch)) // _WARPS) * batch
+
+    return min(range(8, 2, -1), key=longest)
+
+
+def _that_fit(weights: tuple[Weight, ...], num_experts: int, places: int, masked: bool) -> tuple[Split, ...]:
+    found = []
+    for column_tiles, units, slices in _SPLITS:
+        needed = num_experts * -(-places // (4 * column_tiles)) if masked else places
+        room = next((size for size in _ROUTES if needed <= size), None)
+        if room is not None:
+            split = Split(column_tiles, units, slices, room)
+            if split.fits(weights, num_experts, masked):
+                found.append(split)
+    return tuple(found)
+
+
+def of_layer(hidden_size: int, intermediate_size: int, num_experts: int, routes: int) -> tuple[Split, ...]:
+    """Splits of a layer, as far as its sizes tell."""
+    weights = Weight.common(hidden_size), Weight.common(intermediate_size, sliced=False)
+    fitting = _that_fit(weights, num_experts, routes, masked=False)
+    return tuple(split for split in fitting if split.slices == 1 or hidden_size <= _MOST_SLICED)
+
+
+def of_product(weight: Weight, num_experts: int, routes: int, most_rows: int = 0) -> tuple[Split, ...]:
+    """Splits of one product; with `most_rows` of an expert its rows lie by expert, and only column blocks are listed."""
+    return _that_fit((weight,), num_experts, most_rows or routes, masked=most_rows > 0)
