@@ -191,7 +191,7 @@ struct Projection {
   }
   __device__ static u32 zero_skew(int first_unit) { return (static_cast<u32>(first_unit) * (SEPARATE ? 8 : UNIT) * ROW_SCALES) & 15; }
   // Of a column block: two digits, or bf16 and a sum of each group, a value.
-  static constexpr int DIGITS = BATCHES * BATCH * (IS_INT4 ? 272 : 256) * NT;
+  static constexpr int DIGITS = round_up(BATCHES * BATCH * (IS_INT4 ? 272 : 256) * NT, 128);
 };
 // Of the down projection only where there are no others: a projection by itself.
 using GateUp = Projection<PROJECT ? 32 : K / MXK_SLICES, true, PROJECT ? 8 : I, PROJECT ? 1 : MXK_SLICES>;

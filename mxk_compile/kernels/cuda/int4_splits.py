@@ -57,7 +57,7 @@ class Split:
             batches = -(-steps // batch)
             chunk = -(-batches // -(-steps // _CHUNK)) * batch
             slot = max(slot, 16 * self.units * 16 * (chunk | 1))
-            rows = max(rows, batches * batch * 272 * self.column_tiles)
+            rows = max(rows, batches * batch * 272 * self.column_tiles + 128)
             own, rest = divmod(weight.scale_bytes, slices)
             padded = own + 32 if rest == 0 and own % 16 == 0 else weight.scale_bytes
             scales = max(scales, 16 * self.units * (padded + weight.zero_bytes) + 256)
