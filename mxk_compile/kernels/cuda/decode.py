@@ -13,7 +13,7 @@ from torch import Tensor
 from mxk_compile.kernels.cuda import maps
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors, persistent
-from mxk_compile.kernels.cuda.int4_splits import Split, Weight
+from mxk_compile.kernels.cuda.int4_splits import MOST_SLICED, Split, Weight
 from mxk_compile.kernels.cuda.operands import OPERAND, Call, Format, activation, row_bytes
 from mxk_compile.kernels.empty import maker
 
@@ -38,8 +38,10 @@ def _kernel(macros: tuple[tuple[str, int], ...]) -> Kernel:
 
 
 def runs(call: Call, macros: tuple[tuple[str, int], ...]) -> bool:
-    """Whether the decode kernel runs a call with the macros of a schedule: INT4 weights must lie as its copies want them,
-    be alike in both products, and fit."""
+    """Whether the decode kernel runs a call with the macros of a schedule.
+
+    INT4 weights must lie as its copies want them, be alike in both products, and fit.
+    """
     desc, operands = call.desc, call.operands
     if desc.weight_format == "mxfp4":
         return True
@@ -50,12 +52,17 @@ def runs(call: Call, macros: tuple[tuple[str, int], ...]) -> bool:
     weights = tuple(
         Weight(size, *row_bytes(size, group, scale, zero), sliced=index == 0)
         for index, (size, group, scale, zero) in enumerate(
-            zip(columns, desc.group_sizes, (operands.s13, operands.s2), (operands.z13, operands.z2), strict=True)
+            zip(
+                columns,
+                desc.group_sizes,
+                (operands.s13, operands.s2),
+                (operands.z13, operands.z2),
+                strict=True,
+            )
         )
     )
-    chosen = dict(macros)
-    split = Split(*(chosen.get(name, 1) for name in ("column_tiles", "units", "slices")), chosen.get("max_routes", 256))
-    return split.column_tiles % 2 == 0 and split.fits(weights, desc.num_experts)
+    split = Split.of(macros)
+    return split.fits(weights, desc.num_experts) and (split.slices == 1 or desc.hidden_size <= MOST_SLICED)
 
 
 def _formats(call: Call) -> tuple[Format, Format]:
@@ -162,7 +169,7 @@ class Decode:
             "MXK_EXPERTS": desc.num_experts,
             "MXK_TOP_K": desc.top_k,
             "MXK_INTERLEAVED": int(desc.row_order == "interleaved"),
-            "MXK_SCALES_SMALL": int(call.scales_small),
+            "MXK_SCALES_SMALL": int(call.scales_small and desc.weight_format == "mxfp4"),
             "MXK_PER_ROUTE": int(desc.per_route),
             "MXK_ALIGNED": int(operands.aligned(desc)),
             "MXK_X_ALIGNED": int(call.x_aligned),
@@ -171,7 +178,16 @@ class Decode:
         given = tuple(sorted((chosen | settled).items()))
         kernel = _kernel(given)
         encoded, self._maps = _encoded_maps(call, _library(given))
-        parts = (operands.w13, operands.s13, operands.b13, operands.w2, operands.s2, operands.b2, operands.z13, operands.z2)
+        parts = (
+            operands.w13,
+            operands.s13,
+            operands.b13,
+            operands.w2,
+            operands.s2,
+            operands.b2,
+            operands.z13,
+            operands.z2,
+        )
         argument = DECODE.pack(
             *(encoded, 0 if self._maps is None else self._maps.data_ptr()),
             *[0] * 10,

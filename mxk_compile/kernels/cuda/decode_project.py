@@ -29,8 +29,8 @@ _KINDS = {"routes": 1, "sorted": 2, "masked": 3}  # MXK_PROJECT
 def _kernel(macros: tuple[tuple[str, int], ...]) -> tuple[Kernel, Library]:
     library = Library(build("moe_decode.cu", dict(macros)))
     threads, shared = library.constant("decode_threads"), library.constant("decode_shared")
-    # Cooperative: slices wait for each other.
-    kernel = Kernel(library.kernel("decode_project"), DECODE, _CHANGING, threads, shared, cooperative=True)
+    sliced = library.constant("decode_parts") > 0  # blocks wait for each other
+    kernel = Kernel(library.kernel("decode_project"), DECODE, _CHANGING, threads, shared, cooperative=sliced)
     return kernel, library
 
 
@@ -40,21 +40,21 @@ def weight_of(columns: int, groups: int, parts: tuple[Operand, ...]) -> Weight:
 
 
 def runs(
-    overload: str, schedule: Schedule, weight: Weight, parts: tuple[Operand, ...], num_experts: int, outputs: int
+    overload: str,
+    schedule: Schedule,
+    weight: Weight,
+    parts: tuple[Operand, ...],
+    num_experts: int,
+    outputs: int,
 ) -> bool:
     """Whether the decode kernel runs a projection of INT4 weights with this schedule."""
     if schedule.kernel != "decode" or overload not in _KINDS or outputs % 16:
         return False
-    chosen = dict(schedule.macros)
-    split = Split(
-        *(chosen.get(name, 1) for name in ("column_tiles", "units", "slices")), chosen.get("max_routes", 256)
-    )
     return (
         parts[0].aligned(weight.columns // 2)
         and parts[1].aligned(weight.scale_bytes)
         and (parts[2] is ABSENT or parts[2].aligned(weight.zero_bytes))
-        and split.column_tiles % 2 == 0
-        and split.fits((weight,), num_experts, overload == "masked")
+        and Split.of(schedule.macros).fits((weight,), num_experts, overload == "masked")
     )
 
 
@@ -99,8 +99,12 @@ class DecodeProjection:
         }
         kernel, library = _kernel(tuple(sorted(given.items())))
         matrices = (
-            maps.Matrix(parts[0], num_experts, outputs, weight.columns // 2, 16, library.constant("decode_box2")),
-            maps.Matrix(parts[1], num_experts, outputs, weight.scale_bytes, 16, library.constant("decode_scales2")),
+            maps.Matrix(
+                parts[0], num_experts, outputs, weight.columns // 2, 16, library.constant("decode_box2")
+            ),
+            maps.Matrix(
+                parts[1], num_experts, outputs, weight.scale_bytes, 16, library.constant("decode_scales2")
+            ),
         )
         encoded, _ = maps.encode(matrices, device)
         x_stride, x_inner, out_stride = strides

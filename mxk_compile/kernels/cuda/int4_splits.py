@@ -1,4 +1,4 @@
-"""How the decode kernel divides INT4 products: which divisions fit into shared memory, and what they are expected to cost."""
+"""How the decode kernel divides INT4 products: what fits into shared memory, and what it is expected to cost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,19 @@ _GROUPS = 2  # warpgroups of consumers: each of their warps has a share of the c
 _WARPS = 4 * _GROUPS
 _CHUNK = 56  # MXK_CHUNK of decode.cuh
 _FEWEST_STAGES = 3  # of the ring: a slot that is read, and two on their way
-_MOST_SLICED = 8192  # outputs of a layer whose columns are sliced: counters of both share a page
-_ROUTES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # that the kernel is compiled for: shared memory holds its lists
+_MOST_UNITS = 3  # warps of the epilogue, which have one each
+MOST_SLICED = 8192  # outputs of a layer whose columns are sliced: counters of both share a page
+_ROUTES = (
+    64,
+    128,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+)  # that the kernel is compiled for: shared memory holds its lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +41,36 @@ class Split:
     slices: int
     max_routes: int = 256
 
+    @classmethod
+    def of(cls, macros: tuple[tuple[str, int], ...]) -> Split:
+        """The split of a schedule's macros; those that are not there are as in decode.cuh."""
+        given = dict(macros)
+        return cls(
+            *(given.get("column_tiles", 1), given.get("units", 1), given.get("slices", 1)),
+            given.get("max_routes", 256),
+        )
+
     @property
     def macros(self) -> tuple[tuple[str, int], ...]:
         """As `Schedule` has them."""
         return ("groups", _GROUPS), *vars(self).items()
 
     def product_us(self, likely: dict[int, float]) -> float:
-        """Time, for experts that have so many rows with these likelihoods, of the product that tiles.py's costs are of, *modelled*: bytes at 0.9 of the card's rate for each
-        `4 * column_tiles` rows of an expert, or shared memory's time where that is longer, and what a launch costs."""
+        """Time of the product that tiles.py's costs are of, *modelled*, for experts with these likelihoods of rows.
+
+        Bytes at 0.9 of the card's rate for each `4 * column_tiles` rows of an expert, or shared memory's time where
+        that is longer, and what a launch costs.
+        """
         passes = sum(part * math.ceil(rows / (4 * self.column_tiles)) for rows, part in likely.items())
-        return _LAUNCH_US + _SLICE_US * (self.slices - 1) + passes * _FLOOR_US * max(1 / 0.9, self._shared_clocks / _CLOCKS)
+        return (
+            _LAUNCH_US
+            + _SLICE_US * (self.slices - 1)
+            + passes * _FLOOR_US * max(1 / 0.9, self._shared_clocks / _CLOCKS)
+        )
 
     @property
     def _shared_clocks(self) -> float:
-        """Of shared memory, for 16 weight rows and 32 columns, by four warps: activations are read once for all units."""
+        """Of shared memory, for 16 weight rows and 32 columns, by four warps; units share the activations read."""
         own = 5.25  # weights and scales, written and read
         return 4 * (own + 5 * self.column_tiles / 2 / self.units)
 
@@ -69,7 +96,9 @@ class Split:
         """Whether the kernel can be compiled with this split."""
         sliced = [weight for weight in weights if weight.sliced]
         return (
-            all(weight.columns % (32 * self.slices) == 0 for weight in sliced)
+            self.column_tiles % 2 == 0
+            and self.units <= _MOST_UNITS
+            and all(weight.columns % (32 * self.slices) == 0 for weight in sliced)
             and self.shared_bytes(weights, num_experts, masked) <= SHARED_BYTES
         )
 
@@ -104,21 +133,22 @@ _FLOOR_US = 184  # bytes of 48 experts' 4096 x 7168 weights at the card's rate
 _CLOCKS = 61.3  # in which a multiprocessor reads 16 rows of 32 columns, four times: 288 bytes each
 _SLICE_US = 2  # waiting for each other
 _LAUNCH_US = 12  # sorting, the first rows and the last wait
-_SPLITS = ((2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1), (2, 2, 2), (4, 1, 2), (4, 2, 4), (8, 1, 4))
+SPLITS = ((2, 2, 1), (2, 1, 1), (4, 2, 1), (4, 1, 1), (2, 2, 2), (4, 1, 2), (4, 2, 4), (8, 1, 4))
+"""Column tiles, units and slices; of two that cost the same the earlier is taken."""
 
 
 def _batch(steps: int) -> int:
     """`batch_of` of decode.cuh."""
 
     def longest(batch: int) -> int:
-        return -(-(-(-steps // batch)) // _WARPS) * batch
+        return math.ceil(math.ceil(steps / batch) / _WARPS) * batch
 
     return min(range(8, 2, -1), key=longest)
 
 
 def _that_fit(weights: tuple[Weight, ...], num_experts: int, places: int, masked: bool) -> tuple[Split, ...]:
     found = []
-    for column_tiles, units, slices in _SPLITS:
+    for column_tiles, units, slices in SPLITS:
         needed = num_experts * -(-places // (4 * column_tiles)) if masked else places
         room = next((size for size in _ROUTES if needed <= size), None)
         if room is not None:
@@ -132,9 +162,9 @@ def of_layer(hidden_size: int, intermediate_size: int, num_experts: int, routes:
     """Splits of a layer, as far as its sizes tell."""
     weights = Weight.common(hidden_size), Weight.common(intermediate_size, sliced=False)
     fitting = _that_fit(weights, num_experts, routes, masked=False)
-    return tuple(split for split in fitting if split.slices == 1 or hidden_size <= _MOST_SLICED)
+    return tuple(split for split in fitting if split.slices == 1 or hidden_size <= MOST_SLICED)
 
 
 def of_product(weight: Weight, num_experts: int, routes: int, most_rows: int = 0) -> tuple[Split, ...]:
-    """Splits of one product; with `most_rows` of an expert its rows lie by expert, and only column blocks are listed."""
+    """Splits of one product; with `most_rows` of an expert rows lie by expert, and only column blocks are listed."""
     return _that_fit((weight,), num_experts, most_rows or routes, masked=most_rows > 0)

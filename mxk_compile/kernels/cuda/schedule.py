@@ -11,8 +11,8 @@ import json
 import math
 
 from mxk_compile.errors import SettingsError
-from mxk_compile.kernels.cuda.build import cache_folder, write_whole
 from mxk_compile.kernels.cuda import int4_splits
+from mxk_compile.kernels.cuda.build import cache_folder, write_whole
 from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, likely_rows, product_us, tile_sizes
 from mxk_compile.settings import settings
 from mxk_compile.variants import INT4_FORMATS
@@ -106,11 +106,17 @@ def heuristic(problem: Problem) -> Schedule:
             macros = decode_macros(problem, _GROUPS, column_tiles)
             if macros is not None:
                 return Schedule("decode", macros)
-    if problem.weight_format in INT4_FORMATS and problem.hidden_size <= _MOST_HIDDEN:
-        sizes = (problem.hidden_size, problem.intermediate_size, problem.num_experts)
-        splits = int4_splits.of_layer(*sizes, problem.num_tokens * problem.top_k)
-        return _cheaper(splits, rows, even=False)
+    if problem.weight_format in INT4_FORMATS:
+        return _cheaper(splits_of(problem), rows, even=False)
     return Schedule("prefill", sizes=tile_sizes(rows))
+
+
+def splits_of(problem: Problem) -> tuple[int4_splits.Split, ...]:
+    """The decode kernel's splits of an INT4 layer."""
+    if problem.hidden_size > _MOST_HIDDEN:
+        return ()
+    sizes = (problem.hidden_size, problem.intermediate_size, problem.num_experts)
+    return int4_splits.of_layer(*sizes, problem.num_tokens * problem.top_k)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,13 +18,14 @@ from mxk_compile.kernels.cuda.schedule import (
     Schedule,
     decode_macros,
     heuristic,
+    splits_of,
 )
 from mxk_compile.kernels.cuda.tiles import tile_sizes
 from mxk_compile.kernels.desc import MoEDesc
 from mxk_compile.kernels.select import supports
 from mxk_compile.ops.moe import reference
 from mxk_compile.testing import random_layer, rel_l2
-from mxk_compile.variants import MoEVariant
+from mxk_compile.variants import INT4_FORMATS, MoEVariant
 
 _WARM_UP = 3
 _MOST_ERROR = 4e-3  # rel_l2 of a right result; see docs/performance/h200.md
@@ -67,6 +68,8 @@ def candidates(problem: Problem) -> Iterator[Schedule]:
         macros = decode_macros(problem, *split)
         if macros is not None:
             found.append(Schedule("decode", macros))
+    if problem.weight_format in INT4_FORMATS:
+        found += [Schedule("decode", split.macros) for split in splits_of(problem)]
     if rows >= 4:
         for sizes in (tile_sizes(rows), (128,), (176,), (96, 176), (128, 176), (64, 128), (32,), (16, 32)):
             found.append(Schedule("prefill", sizes=sizes))
