@@ -1,4 +1,4 @@
-"""Points, draws and rotations: routes, hits and bytes counted anew, and the published tables against a second copy."""
+"""Points, draws and rotations: routes, hits and bytes counted anew, and the published table's sums."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 
 from mxk_compile.bench import cases, points
 from mxk_compile.bench.points import Point
-from mxk_compile.bench.published import PUBLISHED
-from mxk_compile.kernels.tpc import time_model
+from mxk_compile.kernels.tpc.published import PUBLISHED
 from mxk_compile.testing import random_layer, variant_case
 from mxk_compile.variants import VARIANTS
 
@@ -24,14 +23,7 @@ def test_a_published_call_has_the_published_number_of_local_routes(point: Point)
     assert int(ids.max()) < (point.num_experts if point.routing == "hot" else point.all_experts)
 
 
-def test_published_rows_agree_with_those_that_the_time_model_is_fitted_to() -> None:
-    fitted = {
-        (row.hidden_size, row.intermediate_size, row.routes, row.kernel_us, row.stock_us)
-        for row in time_model.PUBLISHED
-    }
-    hot = [row for row in PUBLISHED if row.routing == "hot"]
-    sizes = {name: (row.hidden_size, row.intermediate_size) for name, row in VARIANTS.items()}
-    assert {(*sizes[r.variant], r.local_routes, r.kernel_us, r.stock_us) for r in hot} == fitted
+def test_the_published_table_is_whole() -> None:
     assert len(PUBLISHED) == 45
     sums = sum(row.stock_us for row in PUBLISHED), sum(row.kernel_us for row in PUBLISHED)
     assert sums == pytest.approx((105487.3, 24512.9))
