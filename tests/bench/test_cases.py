@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -83,6 +84,26 @@ def test_a_rotation_keeps_routes_and_hits_and_walks_over_all_experts(monkeypatch
     assert int((first < 16).sum()) == found.local_routes > 0
     assert len(hits) * of_expert > 2 * 16 * of_expert * 0.6
     assert found.num_bytes <= 2 * 16 * of_expert
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_bytes_are_reckoned_as_they_will_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant, point = (
+        dataclasses.replace(VARIANTS[name], hidden_size=96, intermediate_size=64),
+        Point(name, 2, 5, "hot"),
+    )
+    monkeypatch.setitem(VARIANTS, name, variant)
+    layer = random_layer(variant, 2, 0, "cpu").weights
+    packed = 2 * sum(tensor.nbytes for tensor in layer if tensor is not None)  # two copies
+    x = cases.draw(point)[0]
+    assert cases.num_bytes(point, "fused", cache_bytes=0) == packed + 4 * x.nbytes
+    values = 2 * 2 * 3 * variant.hidden_size * variant.intermediate_size
+    assert cases.num_bytes(point, "unpacked", cache_bytes=0) == packed + 4 * x.nbytes + 2 * values
+
+
+def test_free_memory_is_what_the_system_says() -> None:
+    free = cases.free_bytes("cpu")
+    assert free is None or 1 << 20 < free <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_copies_hold_more_than_the_caches() -> None:

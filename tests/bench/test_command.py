@@ -144,6 +144,21 @@ def test_what_is_not_there_is_refused_with_what_is(
     assert said in captured.err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("more", [[], ["--impl", "fused"]])
+def test_more_than_memory_is_refused_before_it_is_taken(
+    more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "random_layer", pytest.fail)
+    monkeypatch.setattr(subprocess, "Popen", pytest.fail)
+    monkeypatch.setattr(cases, "free_bytes", lambda device: 24_000_000_000)
+    assert main(["bench", "--e-local", "100000", "--routing", "hot", *more]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "mxk: error: bench: gptoss E=100000 T=32 hot takes 2647.3 GB; allowed: the 24.0 GB that are free on cpu;"
+        " lower --e-local or --tokens\n",
+    )
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_device_says_how_its_rows_can_be_had(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--device", "cuda"]) == 2
