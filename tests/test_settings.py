@@ -32,6 +32,7 @@ GOOD = [
 ]
 BAD = [
     *(("MXK_MAX_TOKENS", "max_tokens", value) for value in ("-1", "", "1.5", "1e3", "none", "32 tokens")),
+    *(("MXK_MAX_TOKENS", "max_tokens", value) for value in ("٣٢", "1_0", "+8", "9" * 5000)),
     *(("MXK_CPU_ISA", "cpu_isa", value) for value in ("AVX2", "avx1024", "")),
     *(("MXK_VLLM", "vllm", value) for value in ("yes", "", "01")),
 ]

@@ -19,7 +19,7 @@ from mxk_compile.parity.cases import LOCAL_EXPERTS, Source
 from mxk_compile.testing import variant_case
 from mxk_compile.variants import MoEVariant
 
-_EXPERTS = re.compile(r"(.*\blayers\.(\d+)\.(?:.*\.)?experts)\.")
+_EXPERTS = re.compile(r"(.*\blayers\.([0-9]{1,9})\.(?:.*\.)?experts)\.")
 _ROUTERS = ("router", "gate")
 
 

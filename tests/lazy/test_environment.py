@@ -72,6 +72,7 @@ def test_listed_libraries(environ: dict[str, str], said: Callable[[], list[str]]
         ("MXFP4_TPC_MOE_MAX_TOKENS", "33", "MXFP4_TPC_MOE_MAX_TOKENS: '33'; allowed: 1 to 32; correct or unset it"),
         ("MXFP4_TPC_MOE_MAX_TOKENS", "0", "MXFP4_TPC_MOE_MAX_TOKENS: '0'; allowed: 1 to 32; correct or unset it"),
         ("MXFP4_TPC_MOE_MAX_TOKENS", "x", "MXFP4_TPC_MOE_MAX_TOKENS: 'x'; allowed: 1 to 32; correct or unset it"),
+        ("MXFP4_TPC_MOE_MAX_TOKENS", "٣", "MXFP4_TPC_MOE_MAX_TOKENS: '٣'; allowed: 1 to 32; correct or unset it"),
         (
             "PT_HPU_LAZY_MODE", "0",
             "PT_HPU_LAZY_MODE: '0'; allowed: 1; set it: the hook replaces a call of lazy mode; "

@@ -13,7 +13,7 @@ import math
 from mxk_compile.errors import SettingsError
 from mxk_compile.kernels.cuda.build import cache_folder, write_whole
 from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, tile_sizes
-from mxk_compile.settings import settings
+from mxk_compile.settings import settings, whole_number
 
 DECODE_ROUTES = (64, 256, 1024)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
@@ -81,7 +81,7 @@ class Schedule:
         """The schedule that prints as `text`; raises ValueError if none does."""
         kernel, _, rest = text.partition(":")
         if kernel == "prefill":
-            sizes = tuple(int(size) for size in rest.split("/"))
+            sizes = tuple(whole_number(size) for size in rest.split("/"))
             if not sizes or len(sizes) > MOST_SIZES or sorted(set(sizes)) != list(sizes):
                 raise ValueError(text)
             if any(size not in TILE_SIZES for size in sizes):
@@ -90,7 +90,7 @@ class Schedule:
         pairs = [part.split("=") for part in rest.split(",") if part]
         if kernel != "decode" or any(len(pair) != 2 or pair[0] not in _DECODE_NAMES for pair in pairs):
             raise ValueError(text)
-        return cls("decode", tuple((name, int(value)) for name, value in pairs))
+        return cls("decode", tuple((name, whole_number(value)) for name, value in pairs))
 
 
 def heuristic(problem: Problem) -> Schedule:
