@@ -5,8 +5,8 @@
     with emulator.use():                       # or use(sources=folder, processors=8, seed=1)
         result = emulator.fused(case, "decode:max_routes=64")      # case: mxk_compile.testing.random_case(...)
 
-`launch` runs a kernel that has no host code yet. Emulated means: results and synchronisation. Nothing here says how long
-a device takes.
+`launch` runs a kernel that has no host code yet. Emulated means: results and synchronisation. Nothing here says how
+long a device takes.
 
 What takes part
     sources   folder of .cu and .cuh files, by default the package's: a changed copy shows what a change does. The host
