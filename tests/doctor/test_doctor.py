@@ -50,6 +50,11 @@ def test_a_sound_installation_passes(capsys: pytest.CaptureFixture[str]) -> None
     assert re.search(r"loaded libraries  /.+/libmxk_cpu.so: ", said)
 
 
+def test_what_others_named_does_not_steer_the_terminal() -> None:
+    line = str(Finding("copies", "warn", "at /a\x1b[31m\nb", "keep\rone"))
+    assert line == r"warn  copies            at /a\x1b[31m b; keep\rone"
+
+
 def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -102,8 +102,9 @@ def test_wrong_values(name: str, value: str | None, error: str, environ: dict[st
         ({"variant": "glm"}, "a build of variant 'glm'; allowed: 'gptoss'; build that variant"),
         ({"files": {}}, "MANIFEST lacks libmxk_tpc.so; allowed: a complete build; build it again"),
         ({"files": {"libmxk_tpc.so": "0" * 64}}, "sha256"),
-        ({"files": {"libmxk_tpc.so": 7}}, "cannot be read: a name, version or hash is no text"),
-        ({"version": 1}, "cannot be read: a name, version or hash is no text"),
+        ({"files": {"libmxk_tpc.so": 7}}, "cannot be read: a name, version or hash is no printable text"),
+        ({"version": 1}, "cannot be read: a name, version or hash is no printable text"),
+        ({"version": "1\x1b[31m"}, "cannot be read: a name, version or hash is no printable text"),
         ({"stock": []}, "cannot be read"),
         ({"stock": {}}, "a build that forwards to '', which is not there"),
         (
