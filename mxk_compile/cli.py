@@ -304,5 +304,5 @@ def _tune(options: argparse.Namespace) -> None:
             print(f"kept: {tune(variant, experts, num_tokens)}", flush=True)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # the package was imported before: too late to say on one line why that failed
+    sys.exit("mxk: error: mxk_compile.cli is no program; run mxk, or python -m mxk_command")

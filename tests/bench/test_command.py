@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
+from scripts import MXK
 
 from mxk_compile.bench import cases, implementations, runner, timing
 from mxk_compile.bench.points import Point
@@ -93,16 +93,7 @@ def test_a_slow_call_stops_at_the_fewest_samples() -> None:
 
 
 def test_impls_of_one_command_run_in_processes_of_their_own() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "mxk_compile.cli",
-        "bench",
-        "--device",
-        "tpc-modelled",
-        "--suite",
-        "document",
-    ]
+    command = [*MXK, "bench", "--device", "tpc-modelled", "--suite", "document"]
     done = subprocess.run([*command, "--variant", "muse"], capture_output=True, text=True, check=True)
     found = parse(done.stdout.splitlines(), "output")
     assert [row.impl for row in found] == ["stock"] * 5 + ["fused"] * 5

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import MXK
 
 import mxk_compile
 from mxk_compile import cli, doctor
@@ -24,7 +25,7 @@ from mxk_compile.doctor import gaudi, kernels, plugins, versions
 from mxk_compile.doctor.finding import Finding
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, str(ROOT / "mxk_command.py"), "doctor"]
+COMMAND = [*MXK, "doctor"]
 
 
 def given(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
