@@ -30,7 +30,7 @@ dependent launches, accesses of device memory outside of a tensor, what tensor c
 from __future__ import annotations
 
 from .build import missing
-from .host import fused, launch, use
+from .host import build_ahead, fused, launch, prepared, use
 from .stand_ins import EmulatorError, Machine
 
-__all__ = ["EmulatorError", "Machine", "fused", "launch", "missing", "use"]
+__all__ = ["EmulatorError", "Machine", "build_ahead", "fused", "launch", "missing", "prepared", "use"]

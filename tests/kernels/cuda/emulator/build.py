@@ -9,24 +9,15 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .translate import DEVICE, TranslationError, translate
 
-_FLAGS = (
-    "-std=c++20",
-    "-fPIC",
-    "-shared",
-    "-w",
-    "-g1",
-    "-ffp-contract=off",
-    "-fwrapv",
-    "-fno-strict-aliasing",
-)
-_RUNTIME_FLAGS = (*_FLAGS, "-O3", "-U_FORTIFY_SOURCE")
-_KERNEL_FLAGS = (*_FLAGS, "-O1")
-_RUNTIME = ("fibers.cpp", "sync.cpp", "copies.cpp", "wgmma.cpp", "numbers.cpp")
+_FLAGS = ("-std=c++20", "-fPIC", "-w", "-g1", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing")
+_KERNEL_FLAGS = ("-shared", "-O1", "-xc++", "-")
 
 
 def missing() -> str | None:
@@ -41,21 +32,22 @@ def folder() -> Path:
     return path
 
 
-def _run(command: Sequence[str | Path], given: str | None = None) -> str:
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+def _run(command: Sequence[str | Path], given: str | None = None, cwd: Path | None = None) -> str:
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False, cwd=cwd)
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if "error" in line]
         raise TranslationError(lines[0] if lines else done.stderr.strip())
     return done.stdout
 
 
-def _library(name: str, key: str, flags: tuple[str, ...], sources: Sequence[Path], text: str | None) -> Path:
-    """Shared library of sources, or of a text; built unless it is there."""
-    digest = hashlib.sha256("\0".join((key, *flags)).encode()).hexdigest()[:24]
-    path = folder() / f"{name}-{digest}.so"
+def _built(name: str, key: str, arguments: Sequence[str | Path], text: str | None = None) -> Path:
+    """What g++ makes of files, or of a text, unless it is there; `key` is what it depends on beside the arguments."""
+    digest = hashlib.sha256("\0".join((key, *map(str, arguments))).encode()).hexdigest()[:24]
+    stem, _, suffix = name.rpartition(".")
+    path = folder() / f"{stem}-{digest}.{suffix}"
     if not path.exists():
-        target = path.with_suffix(f".{os.getpid()}-{id(path)}.new")
-        _run(("g++", *flags, f"-I{DEVICE}", "-o", target, *(sources or ("-xc++", "-"))), text)
+        target = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        _run(("g++", *_FLAGS, f"-I{DEVICE}", *arguments, "-o", target), text)
         os.replace(target, path)
     return path
 
@@ -68,8 +60,13 @@ def _device_text() -> str:
 @functools.cache
 def runtime() -> ctypes.CDLL:
     """Fibres and all that waits; kernels' libraries find its functions."""
-    sources = [DEVICE / name for name in _RUNTIME]
-    path = _library("runtime", _device_text(), _RUNTIME_FLAGS, sources, None)
+
+    def part(source: Path) -> Path:
+        return _built(f"{source.stem}.o", _device_text(), ("-O3", "-U_FORTIFY_SOURCE", "-c", source))
+
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(part, sorted(DEVICE.glob("*.cpp"))))
+    path = _built("runtime.so", "", ("-shared", *parts))
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
@@ -79,9 +76,11 @@ def compile_source(source: Path, defines: Sequence[str]) -> Path:
     Raises:
         TranslationError: it does not compile, or holds an instruction that is not emulated; with file and line.
     """
-    preprocessed = _run(("g++", "-E", "-xc++", "-std=c++20", "-D__CUDA_ARCH__=900", *defines, source))
+    # In its folder: no path becomes part of what was built.
+    command = ("g++", "-E", "-xc++", "-std=c++20", "-D__CUDA_ARCH__=900", *defines, source.name)
+    preprocessed = _run(command, cwd=source.parent)
     text = translate(preprocessed)
-    return _library(source.stem, _device_text() + text, _KERNEL_FLAGS, (), text)
+    return _built(f"{source.stem}.so", _device_text() + text, _KERNEL_FLAGS, text)
 
 
 def inlined_at(library: str, offset: str) -> str:

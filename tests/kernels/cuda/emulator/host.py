@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,13 +108,13 @@ def use(sources: Path | None = None, processors: int = 4, seed: int = 0) -> Iter
                 module,
                 **{
                     name: value
-                    for name, value in (("maker", maker), ("persistent", lambda make, device: make()))
+                    for name, value in (("maker", maker), ("persistent", lambda make, device: make().clone()))
                     if hasattr(module, name)
                 },
             )
         patch(driver, _driver=lambda: machine)
         patch(cuda, unavailable=lambda: None)
-        patch(nvrtc_build, _lock=nothing(), cache_folder=lambda: build.folder() / "cubin")
+        patch(nvrtc_build, _lock=nothing(), read_cached=lambda path: None, _write=lambda path, code: None)
         if sources is not None:
             patch(nvrtc_build, SOURCES=Path(sources))
         patch(
@@ -134,8 +135,8 @@ def use(sources: Path | None = None, processors: int = 4, seed: int = 0) -> Iter
         yield machine
 
 
-def fused(case: MoECase, schedule: str | None = None, lists: bool = False) -> Tensor:
-    """`mxk::moe`, or `mxk::moe.lists`, of a call by the CUDA kernels, which are in `use`.
+def prepared(case: MoECase, schedule: str | None = None, lists: bool = False) -> cuda.Prepared:
+    """A call of `mxk::moe`, or `mxk::moe.lists`, for the CUDA kernels, which are in `use`.
 
     Args:
         case: on CPU.
@@ -146,12 +147,27 @@ def fused(case: MoECase, schedule: str | None = None, lists: bool = False) -> Te
     desc = MoEDesc.from_call(*case.routing, *weights, **case.attributes)
     reason = cuda.supports(desc)
     assert reason is None, reason
-    call = cuda.Prepared(
+    return cuda.Prepared(
         *(desc, *case.routing, *weights),
         **{name: case.attributes[name] for name in ("alpha", "limit", "experts_min")},
         schedule=None if schedule is None else Schedule.parse(schedule),
     )
-    return call(*case.routing)
+
+
+def fused(case: MoECase, schedule: str | None = None, lists: bool = False) -> Tensor:
+    """Result of a `prepared` call."""
+    return prepared(case, schedule, lists)(*case.routing)
+
+
+def build_ahead(calls: Sequence[Callable[[], object]]) -> None:
+    """Makes calls that compile, by two threads: what they compile is there for later ones. In `use`."""
+
+    def make(call: Callable[[], object]) -> None:
+        with _OnCpu():
+            call()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(make, calls))
 
 
 def launch(

@@ -206,7 +206,7 @@ def _nvrtc() -> list[Callable[..., Any]]:
             try:
                 program.code = str(build.compile_source(Path(folder) / program.name, defines)).encode()
             except TranslationError as error:
-                program.log = f"error: {str(error).replace(f'{folder}/', '')}"
+                program.log = f"error: {error}"
                 return (_FAILED,)
         return (_OK,)
 

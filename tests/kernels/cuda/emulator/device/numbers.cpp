@@ -50,11 +50,19 @@ float from_f16(u16 bits) {
 }
 
 float from_e4m3(u8 bits) {
-  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
-  float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
-                              : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
-  if ((bits & 127) == 127) value = NAN;
-  return bits & 128 ? -value : value;
+  static const auto values = [] {
+    struct {
+      float of[256];
+    } all;
+    for (int code = 0; code < 256; ++code) {
+      const int exponent = code >> 3 & 15, mantissa = code & 7;
+      const float value = exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -9)
+                                        : std::ldexp(static_cast<float>(8 + mantissa), exponent - 10);
+      all.of[code] = std::copysign((code & 127) == 127 ? NAN : value, code & 128 ? -1.0f : 1.0f);
+    }
+    return all;
+  }();
+  return values.of[bits];
 }
 
 u8 to_e4m3(float value) {

@@ -70,6 +70,10 @@ T& emu_at(u64 address) {
 }
 inline void ld_global_cg_u16(auto& d, u64 at) { d = emu_at<u16>(at); }
 inline void ld_global_cg_u32(auto& d, u64 at) { d = emu_at<u32>(at); }
+inline void ld_global_cg_v2_u32(auto& a, auto& b, u64 at) {
+  const uint2& v = emu_at<uint2>(at);
+  a = v.x, b = v.y;
+}
 inline void ld_global_cg_v4_u32(auto& a, auto& b, auto& c, auto& d, u64 at) {
   const uint4& v = emu_at<uint4>(at);
   a = v.x, b = v.y, c = v.z, d = v.w;
@@ -144,6 +148,27 @@ inline void movmatrix_sync_aligned_m8n8_trans_b16(auto& d, u32 a) {
   const u32 row = emu::current->lane / 4, column = emu::current->lane % 4 * 2;  // of the result
   const auto element = [&](u32 r, u32 c) { return static_cast<u32>(rows[4 * r + c / 2]) >> (16 * (c % 2)) & 0xFFFF; };
   d = emu_pair(element(column, row), element(column + 1, row));
+}
+// D = A B + C in fp32, in the order of the columns; fragments as the PTX ISA has them.
+inline void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(auto& d0, auto& d1, auto& d2, auto& d3, u32 a0, u32 a1, u32 a2,
+                                                                 u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3) {
+  u32 a[4][32], b[2][32];
+  const auto gather = [](u32 (&to)[32], u32 value) {
+    const u64* rows = emu::exchange("mma.sync", ~0u, value);
+    for (u32 lane = 0; lane < 32; ++lane) to[lane] = static_cast<u32>(rows[lane]);
+  };
+  gather(a[0], a0), gather(a[1], a1), gather(a[2], a2), gather(a[3], a3), gather(b[0], b0), gather(b[1], b1);
+  const u32 g = emu::current->lane / 4, q = emu::current->lane % 4;
+  const auto product = [&](u32 half, u32 column, float sum) {
+    for (u32 k = 0; k < 16; ++k) {
+      const u32 word = k / 2 % 4, of_a = a[k / 8 * 2 + half][4 * g + word], of_b = b[k / 8][4 * column + word];
+      sum += k % 2 ? __uint_as_float(of_a & 0xFFFF0000u) * __uint_as_float(of_b & 0xFFFF0000u)
+                   : __uint_as_float(of_a << 16) * __uint_as_float(of_b << 16);
+    }
+    return sum;
+  };
+  const float r0 = product(0, 2 * q, c0), r1 = product(0, 2 * q + 1, c1), r2 = product(1, 2 * q, c2), r3 = product(1, 2 * q + 1, c3);
+  d0 = r0, d1 = r1, d2 = r2, d3 = r3;
 }
 inline void elect_sync(auto&, bool& elected, u32 mask) {
   emu::exchange("elect.sync", mask, 0);
