@@ -22,6 +22,7 @@ from mxk_compile.kernels.tpc.signatures import VARIANT_KERNELS
 from mxk_compile.parity import command as parity
 from mxk_compile.quantize import command as quantize
 from mxk_compile.report import command as report_command
+from mxk_compile.settings import whole_number
 from mxk_compile.variants import VARIANTS
 
 SHIPPED_MODEL = CHECKOUT / "models" / "tiny-gptoss"
@@ -190,10 +191,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    # The length first: int() refuses thousands of digits.
-    if not text.isdecimal() or len(text) > len(str(_MAX_COUNT)) or not 1 <= int(text) <= _MAX_COUNT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1 and at most {_MAX_COUNT}")
-    return int(text)
+    try:
+        return whole_number(text, 1, _MAX_COUNT)
+    except ValueError:
+        allowed = f"a number of at least 1 and at most {_MAX_COUNT}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {allowed}") from None
 
 
 def _counts(text: str) -> list[int]:
@@ -302,5 +304,5 @@ def _tune(options: argparse.Namespace) -> None:
             print(f"kept: {tune(variant, experts, num_tokens)}", flush=True)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # the package was imported before: too late to say on one line why that failed
+    sys.exit("mxk: error: mxk_compile.cli is no program; run mxk, or python -m mxk_command")

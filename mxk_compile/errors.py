@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """The text with control characters, which names in files may hold, as escapes: no file steers a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class MxkError(ValueError):
     """Base of all errors raised by this package.
 
-    The text is one line: ``{what}: {given}; allowed: {allowed}; {advice}``. Control characters, which
-    names in files may hold, are written as escapes.
+    The text is one line: ``{what}: {given}; allowed: {allowed}; {advice}``, `printable`.
 
     Args:
         what: the op, file, variable or option that was used.
@@ -18,10 +24,7 @@ class MxkError(ValueError):
 
     def __init__(self, what: str, given: str, allowed: str, advice: str) -> None:
         self.what, self.given, self.allowed, self.advice = what, given, allowed, advice
-        line = " ".join(f"{what}: {given}; allowed: {allowed}; {advice}".split())
-        if not line.isprintable():
-            line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-        super().__init__(line)
+        super().__init__(printable(" ".join(f"{what}: {given}; allowed: {allowed}; {advice}".split())))
 
     def __reduce__(self) -> tuple[type[MxkError], tuple[str, str, str, str]]:
         return type(self), (self.what, self.given, self.allowed, self.advice)

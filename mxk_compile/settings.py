@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
+import re
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -53,12 +55,22 @@ class Settings:
         return dataclasses.replace(self, **parsed)
 
 
-def _max_tokens(value: Any) -> int | None:
-    if value is None or value == "any":
-        return None
-    if isinstance(value, (bool, float)) or int(value) < 0:
+def whole_number(value: Any, least: int = 0, most: int = 2**63 - 1) -> int:
+    """An integer within these limits, given as one or in decimal digits; raises ValueError or TypeError for another.
+
+    int() would also take other scripts' digits, "1_000" and true, and refuse thousands of digits in words of its own.
+    """
+    if isinstance(value, str):
+        if not re.fullmatch(r"\s*[0-9]{1,19}\s*", value):
+            raise ValueError
+        value = int(value)
+    if isinstance(value, bool) or not least <= operator.index(value) <= most:
         raise ValueError
-    return int(value)
+    return operator.index(value)
+
+
+def _max_tokens(value: Any) -> int | None:
+    return None if value is None or value == "any" else whole_number(value)
 
 
 def _cpu_isa(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Python files that belong to no package (setup.py, benchmarks, examples), as modules."""
+"""Python files that belong to no package (setup.py, benchmarks, examples), as modules; the command `mxk`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
+MXK = [sys.executable, str(ROOT / "mxk_command.py")]
+"""The command `mxk` of this checkout, in a process of its own."""
 
 
 def load(path: str) -> ModuleType:

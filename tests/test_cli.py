@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import gptoss_checkpoint as gptoss
 import pytest
 import torch
+from scripts import MXK
 
 import mxk_compile
 from mxk_compile import cli
@@ -36,8 +38,9 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mxk(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mxk_compile.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        [*MXK, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,6 +58,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--model", "x"], "--prompt"),
         (["explain", "x", "--tokens", "1,0"], "'0' is not a number of at least 1"),
         (["demo", "--new-tokens", "many"], "'many' is not a number"),
+        (["demo", "--new-tokens", "٣"], "'٣' is not a number of at least 1"),
+        (["parity", "--layer", "٣"], "--layer: invalid whole_number value: '٣'"),
+        (["parity", "--layer", "-1"], "--layer: invalid whole_number value: '-1'"),
         (["demo", "--speed"], "--speed"),
         (["demo", "--new-tokens", "1000001"], "'1000001' is not a number of at least 1 and at most 1000000"),
         (["explain", "x", "--tokens", "9" * 5000], "is not a number of at least 1 and at most 1000000"),
@@ -254,17 +260,7 @@ def test_generate_with_the_backend_says_what_stock_says(
 
 
 def test_a_reader_that_leaves_early_is_no_error(folder: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "mxk_compile.cli",
-        "generate",
-        "--model",
-        folder,
-        "--prompt",
-        "hello",
-        "--stock",
-    ]
+    command = [*MXK, "generate", "--model", folder, "--prompt", "hello", "--stock"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -284,6 +280,21 @@ def test_an_interrupt_ends_without_traceback(
     monkeypatch.setattr(models, "load", interrupt)
     assert cli.main(["explain", "x"]) == 130
     assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_while_torch_is_imported_ends_without_traceback(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*MXK, "explain"], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_module_behind_the_command_is_no_program() -> None:
+    """It would be a second way in, without what `mxk` says where the package cannot be imported."""
+    command = [sys.executable, "-m", "mxk_compile.cli", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "mxk: error: mxk_compile.cli is no program; run mxk, or python -m mxk_command\n"
 
 
 def test_the_demo_prints_every_comparison(

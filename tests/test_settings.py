@@ -10,11 +10,10 @@ import sys
 from typing import Any
 
 import pytest
+from scripts import MXK
 
 from mxk_compile.errors import SettingsError
 from mxk_compile.settings import CPU_ISAS, Settings, from_environment
-
-ROOT = pathlib.Path(__file__).parent.parent
 
 GOOD = [
     ("MXK_MAX_TOKENS", "max_tokens", "0", 0),
@@ -32,6 +31,7 @@ GOOD = [
 ]
 BAD = [
     *(("MXK_MAX_TOKENS", "max_tokens", value) for value in ("-1", "", "1.5", "1e3", "none", "32 tokens")),
+    *(("MXK_MAX_TOKENS", "max_tokens", value) for value in ("٣٢", "1_0", "+8", "9" * 5000)),
     *(("MXK_CPU_ISA", "cpu_isa", value) for value in ("AVX2", "avx1024", "")),
     *(("MXK_VLLM", "vllm", value) for value in ("yes", "", "01")),
 ]
@@ -138,9 +138,12 @@ def test_wrong_environment_stops_the_import_with_the_reason() -> None:
     ],
 )
 def test_a_wrong_variable_is_one_line_of_the_command(variable: str, said: str) -> None:
-    command = [sys.executable, str(ROOT / "mxk_command.py"), "explain", "nowhere"]
     run = subprocess.run(
-        command, env={**os.environ, variable: "many"}, capture_output=True, text=True, check=False
+        [*MXK, "explain", "nowhere"],
+        env={**os.environ, variable: "many"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith(f"mxk: error: {said}")

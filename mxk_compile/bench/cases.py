@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
+import re
 from typing import Any
 
 import torch
@@ -94,6 +95,19 @@ def expert_bytes(layer: MoECase) -> int:
     return sum(tensor[0].numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
+def num_bytes(point: Point, impl: str, cache_bytes: int) -> int:
+    """Memory that the point's layers, activations and result take; of "unpacked" with its bf16 copies."""
+    variant = VARIANTS[point.variant]
+    hidden, inner = variant.hidden_size, variant.intermediate_size
+    values = 3 * hidden * inner
+    scale_bytes = 1 if variant.weight_format == "mxfp4" else 2
+    of_expert = values // 2 + values // variant.group_size * scale_bytes
+    of_expert += 2 * (2 * inner + hidden) * variant.bias + 2 * values * (impl == "unpacked")
+    copies = num_copies(variant, point.num_experts, cache_bytes)
+    # Activations are drawn in fp32, and kept in bf16, as the result is.
+    return copies * point.num_experts * of_expert + point.num_tokens * hidden * (4 + 2 + 2)
+
+
 def num_copies(variant: MoEVariant, num_experts: int, cache_bytes: int) -> int:
     """Layers that hold more than the caches do; at least two, at most what memory allows for."""
     values = 3 * variant.hidden_size * variant.intermediate_size
@@ -118,6 +132,15 @@ def rotation(point: Point, layers: list[MoECase], cache_bytes: int, chain: int) 
     routed: dict[str, Any] = {"hidden_states": hidden_states.to(device), "topk_weights": weights.to(device)}
     filled = [dataclasses.replace(layer, topk_ids=calls[0][1], **routed) for layer in layers]
     return Rotation(filled, calls, touched, int(local.sum()), size)
+
+
+def free_bytes(device: str) -> int | None:
+    """Memory that the device can still give; None where the system does not tell."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    path = pathlib.Path("/proc/meminfo")
+    found = re.search(r"^MemAvailable: +(\d+) kB$", path.read_text() if path.exists() else "", re.MULTILINE)
+    return int(found[1]) << 10 if found else None
 
 
 def cache_bytes(device: str) -> int:

@@ -137,8 +137,11 @@ def _points(options: argparse.Namespace) -> list[Point]:
 def _each_in_a_process(options: argparse.Namespace) -> int:
     """One process an implementation, so that none meets what another left in caches, pools and clocks."""
     runner.check_device(options.device)
-    if options.suite != "chord":
-        _points(options)  # refused here, not in each process
+    if options.suite != "chord":  # refused here, not in each process
+        points = _points(options)
+        if options.device == "cpu":  # a GPU is opened by the children alone
+            for impl in options.impl:
+                runner.check_memory(points, options.device, impl)
     lines: list[str] = []
     for impl in options.impl:
         with subprocess.Popen(_child(options, impl), stdout=subprocess.PIPE, text=True) as child:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from mxk_compile.bench import cases, published
+from mxk_compile.bench import cases
 from mxk_compile.bench.points import Point
 from mxk_compile.bench.rows import Row
 from mxk_compile.bench.runner import Say, base_versions, describe
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels import tpc
-from mxk_compile.kernels.tpc import emulated_ops, time_model
+from mxk_compile.kernels.tpc import emulated_ops, published, time_model
 from mxk_compile.ops.moe import WEIGHTS
 from mxk_compile.parity.cases import describe as describe_call
 from mxk_compile.parity.cases import run_case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mxk_compile.bench.published import PUBLISHED
+from mxk_compile.kernels.tpc.published import PUBLISHED
 from mxk_compile.variants import VARIANTS
 
 DEVICES = ("cpu", "cuda", "tpc-modelled")

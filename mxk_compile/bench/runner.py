@@ -17,7 +17,7 @@ from mxk_compile.bench import cases, implementations, timing
 from mxk_compile.bench.points import Point
 from mxk_compile.bench.rows import Row
 from mxk_compile.bench.timing import Method, Times
-from mxk_compile.errors import KernelError
+from mxk_compile.errors import CallError, KernelError
 from mxk_compile.parity.cases import error_of
 from mxk_compile.testing import MoECase, processor, random_layer
 from mxk_compile.variants import VARIANTS
@@ -37,6 +37,17 @@ def check_device(device: str) -> None:
         raise KernelError("mxk bench --device cuda", reason, allowed, advice)
 
 
+def check_memory(points: list[Point], device: str, impl: str) -> None:
+    """Raises CallError where the tensors of a point are more than the memory that is free, before one is made."""
+    free, cache_bytes = cases.free_bytes(device), cases.cache_bytes(device)
+    needed = {point: cases.num_bytes(point, impl, cache_bytes) for point in points}
+    largest = max(points, key=lambda point: needed[point])
+    if free is not None and needed[largest] > free:
+        given = f"{largest} takes {needed[largest] / 1e9:.1f} GB"
+        allowed = f"the {free / 1e9:.1f} GB that are free on {device}"
+        raise CallError("mxk bench", given, allowed, "lower --e-local or --tokens")
+
+
 def device_name(device: str) -> str | None:
     """What rows of "cpu" or "cuda" name as their device, None where it is not here."""
     if device == "cpu":
@@ -47,9 +58,11 @@ def device_name(device: str) -> str | None:
 def run(points: list[Point], device: str, impl: str, method: Method, say: Say) -> Iterator[Row]:
     """Rows of the points that `impl` can run on `device`; for the others `say` hears why.
 
-    Raises KernelError where the device is not there, or none of the points could be run.
+    Raises KernelError where the device is not there, or none of the points could be run; CallError where memory
+    is short.
     """
     check_device(device)
+    check_memory(points, device, impl)
     refused: KernelError | None = None
     done = 0
     layers: list[MoECase] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mxk_compile.errors import MxkError
+from mxk_compile.errors import MxkError, printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,4 +30,4 @@ class Finding:
 
     def __str__(self) -> str:
         line = f"{self.state:5} {self.check:17} {self.found}"
-        return " ".join(line.splitlines()) + (f"; {self.fix}" if self.fix else "")
+        return printable(" ".join(line.splitlines()) + (f"; {self.fix}" if self.fix else ""))

@@ -20,7 +20,8 @@ from mxk_compile.settings import process_environment, settings
 from mxk_compile.version import __version__
 
 _PROC = Path("/proc")
-_OURS = re.compile(r"(/\S*/(libmxk_\w+\.so))( \(deleted\))?$", re.MULTILINE)
+# The path of a line of /proc/<pid>/maps, which may hold spaces: all from its first slash, as no other field has one.
+_OURS = re.compile(r"^[^/\n]*(/.*/libmxk_\w+\.so(?: \(deleted\))?)$", re.MULTILINE)
 _LOW_BYTES = 1 << 30
 _MOST_CACHED = 2000  # files whose checksum is looked at: a second or so
 _FROM_SOURCES = "pip install -e . again, in the sources you use"
@@ -222,8 +223,8 @@ def _holders() -> dict[str, set[int]]:
             text = maps.read_text(errors="replace")
         except OSError:  # of another user, or gone
             continue
-        for path, _, deleted in _OURS.findall(text):
-            holders.setdefault(path + deleted, set()).add(int(maps.parent.name))
+        for path in _OURS.findall(text):
+            holders.setdefault(path, set()).add(int(maps.parent.name))
     return holders
 
 

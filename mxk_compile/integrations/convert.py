@@ -47,9 +47,16 @@ def convert(
             `Checkpoint.experts` reads them.
 
     Raises:
-        CallError: another format, no experts, experts that no stock op runs, sizes that differ, weights that are not
-            finite.
+        CallError: arguments of other types, another format, no experts, experts that no stock op runs, sizes that
+            differ, weights that are not finite.
     """
+    if not isinstance(model, nn.Module):
+        raise CallError(
+            _WHAT, f"model is a {type(model).__name__}", "a torch.nn.Module", "give the model itself"
+        )
+    if packed is not None and not callable(packed):
+        allowed = "a function of a layer's name, as Checkpoint.experts"
+        raise CallError(_WHAT, f"packed is a {type(packed).__name__}", allowed, "give one, or leave it out")
     if weight_format not in FORMATS:
         raise CallError(_WHAT, f"weight_format={weight_format!r}", ", ".join(FORMATS), "choose one of them")
     found = list(routed_experts(model))
@@ -67,17 +74,25 @@ def convert(
             allowed = "experts of gpt-oss, or SiLU-gated ones without bias"
             advice = "leave this model unconverted, or choose mxfp4"
             raise CallError(f"{_WHAT}: {name} ({type(module).__name__})", reason, allowed, advice)
+    places = list(model.named_modules(remove_duplicate=False))  # layers may share one module
     for name, module in found:
         device = module.down_proj.device
         if packed is None:
             weights = _quantize(module, weight_format)
         else:
             weights, device = packed(name), _device(model)
+            if not isinstance(weights, PackedExperts):
+                given = f"packed gave a {type(weights).__name__}"
+                raise CallError(
+                    f"{_WHAT}: {name}", given, "PackedExperts", "give what Checkpoint.experts reads"
+                )
             _check_sizes(name, module, weights)
         limit = getattr(module, "limit", None)
         constants = (float(getattr(module, "alpha", 1.0)), math.inf if limit is None else float(limit))
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, StockExperts(weights, *constants, device=device))
+        replacement = StockExperts(weights, *constants, device=device)
+        for place in (place for place, other in places if other is module):
+            parent, _, attribute = place.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, replacement)
     return model
 
 

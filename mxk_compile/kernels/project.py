@@ -7,17 +7,55 @@ from typing import Any
 
 from torch import Tensor
 
+from mxk_compile.errors import CallError
 from mxk_compile.kernels import cuda
 from mxk_compile.kernels.cuda import grouped, repack
 from mxk_compile.kernels.fallback import say_reference_once
 from mxk_compile.meta.project import check_project
-from mxk_compile.ops.project import NUM_ROUTING, OVERLOADS, enter_directly, reference
+from mxk_compile.ops.project import NUM_ROUTING, OVERLOADS, ROUTING, enter_directly, reference
 
 
 def project_cpu(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> None:
     """On CPU: the fp32 torch reference, one expert at a time. The CPU library has kernels for whole layers only."""
+    _check_apart(overload, out, x, *args)
     check_project(overload, out, x, *args, **attributes)
     reference(overload, out, x, *args, **attributes)
+
+
+def _check_apart(overload: str, out: Tensor, x: Tensor, *args: Any) -> None:
+    """Raises CallError where `out` shares memory with what is read: some of it would be read after it was written."""
+    memory = out.untyped_storage().data_ptr()
+    names = ("x", *ROUTING[overload], "weight", "scale", "zero")
+    for name, tensor in zip(names, (x, *args), strict=False):  # zero may be left out
+        if tensor is None or tensor.untyped_storage().data_ptr() != memory:
+            continue
+        if _overlap(out, tensor):
+            advice = "write to another tensor"
+            raise CallError(f"mxk::project.{overload}", f"out overlaps {name}", "memory of its own", advice)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two views of one storage have bytes in common.
+
+    Rows that lie side by side, each of one wider tensor's, have none; else the whole range that a view spans counts.
+    """
+    if not a.numel() or not b.numel():
+        return False
+    starts = a.data_ptr(), b.data_ptr()
+    spans = [
+        t.itemsize * (1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)))
+        for t in (a, b)
+    ]
+    if starts[0] + spans[0] <= starts[1] or starts[1] + spans[1] <= starts[0]:
+        return False
+    # Bytes from a row to the next, where the rows of both are as far apart.
+    steps = {t.itemsize * t.stride(-2) if t.dim() > 1 and t.stride(-1) == 1 else 0 for t in (a, b)}
+    step = steps.pop()
+    outer = [t.itemsize * stride for t in (a, b) for stride in t.stride()[:-1]]
+    if steps or not step or any(stride % step for stride in outer):
+        return True
+    apart = (starts[1] - starts[0]) % step
+    return apart < a.itemsize * a.shape[-1] or apart + b.itemsize * b.shape[-1] > step
 
 
 def _judge(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> str | None:
@@ -31,6 +69,7 @@ def _judge(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any)
 
 def project_cuda(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> None:
     """On CUDA: the kernels of kernels/cuda/grouped.py, or the torch reference, which says why once."""
+    _check_apart(overload, out, x, *args)
     if attributes.get("pack_dim") == "output":
         check_project(overload, out, x, *args, **attributes)
         count = NUM_ROUTING[overload]

@@ -24,6 +24,7 @@ from pathlib import Path
 from mxk_compile.errors import KernelError, SettingsError
 from mxk_compile.kernels.tpc.libraries import KERNEL_LIBRARY, OP_LIBRARIES, Manifest, read_manifest
 from mxk_compile.kernels.tpc.signatures import VARIANT_LIMITS
+from mxk_compile.settings import whole_number
 
 _logger = logging.getLogger("vllm.mxk_compile.lazy")
 
@@ -106,11 +107,12 @@ def update_before_the_device_opens(
 
 
 def _max_tokens(text: str) -> int:
-    if not text.isdecimal() or len(text) > 3 or not 1 <= int(text) <= MOST_TOKENS:
+    try:
+        return whole_number(text, 1, MOST_TOKENS)
+    except ValueError:
         raise SettingsError(
             "MXFP4_TPC_MOE_MAX_TOKENS", repr(text), f"1 to {MOST_TOKENS}", "correct or unset it"
-        )
-    return int(text)
+        ) from None
 
 
 def _manifest(folder: Path) -> Manifest:

@@ -2,7 +2,8 @@
 
 Tensors (E local experts, N outputs, K inputs; weight, scale and zero as w13, w13_scale and w13_zero of ops/moe.py):
 
-    out     [R, N]          dtype of x; rows that nothing is routed to are left as they were
+    out     [R, N]          dtype of x; rows that nothing is routed to are left as they were; it shares no memory with
+                            what is read
     x       [R', K]         floating point; kernels take bf16
 
     overload     R          R'             routing

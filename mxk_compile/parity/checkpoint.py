@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from mxk_compile.checkpoint import Checkpoint, PackedExperts
-from mxk_compile.errors import CheckpointError
+from mxk_compile.errors import CheckpointError, printable
 from mxk_compile.ops.formats.int4 import FLOAT_DTYPES
 from mxk_compile.parity.cases import LOCAL_EXPERTS, Source
 from mxk_compile.testing import variant_case
 from mxk_compile.variants import MoEVariant
 
-_EXPERTS = re.compile(r"(.*\blayers\.(\d+)\.(?:.*\.)?experts)\.")
+_EXPERTS = re.compile(r"(.*\blayers\.([0-9]{1,9})\.(?:.*\.)?experts)\.")
 _ROUTERS = ("router", "gate")
 
 
@@ -49,7 +49,7 @@ def checkpoint_source(folder: Path, variant: MoEVariant, layer: int | None = Non
         packed = files.experts(prefixes[number], **scheme)
         router = _router(files, prefixes[number], len(packed.w2), packed.w2.shape[1])
         top_k = files.config.get("num_experts_per_tok")
-    print(f"weights of {folder}, {prefixes[number]}", flush=True)
+    print(printable(f"weights of {folder}, {prefixes[number]}"), flush=True)
     return _source(folder, variant, packed, router, top_k if isinstance(top_k, int) else variant.top_k)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from mxk_compile.errors import CallError, KernelError
 from mxk_compile.parity.cases import ROWS
+from mxk_compile.settings import whole_number
 
 DEVICES = ("cpu", "cuda", "tpc-emulated", "hpu")
 _EXIT_FAILED = 1  # a check that ran and did not hold
@@ -34,7 +35,7 @@ def add(commands: Any) -> None:
         "--checkpoint", type=Path, metavar="DIR", help="real weights of one --variant, instead of random ones"
     )
     parity.add_argument(
-        "--layer", type=int, metavar="N", help="with --checkpoint: which layer; default: the middle"
+        "--layer", type=whole_number, metavar="N", help="with --checkpoint: which layer; default: the middle"
     )
     parity.add_argument(
         "--quick", action="store_true", help="few calls of each routing: fewest and most tokens"

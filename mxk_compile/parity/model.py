@@ -12,7 +12,7 @@ from mxk_compile.kernels.tpc import emulated_ops, time_model
 from mxk_compile.parity.cases import ROWS, describe, run_case
 from mxk_compile.parity.emulated import chunk_row_cycles
 from mxk_compile.testing import MoECase, variant_case
-from mxk_compile.variants import MoEVariant
+from mxk_compile.variants import VARIANTS, MoEVariant
 
 _SHARED_UNPACK = {"MXK_SHARE": 1}
 """Build flag of the kernels: a row is unpacked once for up to four routes of an expert."""
@@ -26,10 +26,12 @@ def print_model(names: Sequence[str]) -> None:
         f" + {model.chunk_row_us * 1000:.2f}e-3 * chunk-rows of a TPC * (VPU ops / 17) us"
     )
     print(f"\n{'published row':22}{'routes':>7}{'published us':>14}{'modelled us':>13}{'error':>8}")
-    for row in time_model.PUBLISHED:
-        predicted = model.predict_us(row.hidden_size, row.intermediate_size, row.routes)
+    for row in time_model.FITTED:
+        variant = VARIANTS[row.variant]
+        predicted = model.predict_us(variant.hidden_size, variant.intermediate_size, row.local_routes)
         error = predicted / row.kernel_us - 1
-        print(f"{row.variant:22}{row.routes:7}{row.kernel_us:14.1f}{predicted:13.1f}{error:8.1%}")
+        call = f"{row.variant}, {row.num_experts} experts"
+        print(f"{call:22}{row.local_routes:7}{row.kernel_us:14.1f}{predicted:13.1f}{error:8.1%}")
     library = emulated_ops.register()
     header = f"{'variant':10}{'T':>4}{'routes':>7}{'published kernels us':>22}"
     counts = " (VPU, LOAD)"

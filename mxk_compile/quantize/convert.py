@@ -15,7 +15,7 @@ import torch
 
 from mxk_compile.checkpoint import Checkpoint
 from mxk_compile.checkpoint_files import TensorFiles
-from mxk_compile.errors import CallError, CheckpointError
+from mxk_compile.errors import CallError, CheckpointError, printable
 from mxk_compile.ops.formats import int4, mxfp4
 from mxk_compile.quantize.layouts import (
     FORMATS,
@@ -183,7 +183,7 @@ def _say_layer(plan: _Plan, before: int, record: dict[str, Any], say: Callable[[
     assert plan.layer is not None
     errors, after = Errors(**record["errors"]), record["data_bytes"]
     say(
-        f"{plan.layer.prefix}  rel_l2 {errors.rel_l2:.3e}  cosine {errors.cosine:.6f}  "
+        f"{printable(plan.layer.prefix)}  rel_l2 {errors.rel_l2:.3e}  cosine {errors.cosine:.6f}  "
         f"{before:,} -> {after:,} bytes ({after / before:.3f} x)"
     )
 

@@ -1,16 +1,16 @@
-"""Points, draws and rotations: routes, hits and bytes counted anew, and the published tables against a second copy."""
+"""Points, draws and rotations: routes, hits and bytes counted anew, and the published table's sums."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 import torch
 
 from mxk_compile.bench import cases, points
 from mxk_compile.bench.points import Point
-from mxk_compile.bench.published import PUBLISHED
-from mxk_compile.kernels.tpc import time_model
+from mxk_compile.kernels.tpc.published import PUBLISHED
 from mxk_compile.testing import random_layer, variant_case
 from mxk_compile.variants import VARIANTS
 
@@ -24,14 +24,7 @@ def test_a_published_call_has_the_published_number_of_local_routes(point: Point)
     assert int(ids.max()) < (point.num_experts if point.routing == "hot" else point.all_experts)
 
 
-def test_published_rows_agree_with_those_that_the_time_model_is_fitted_to() -> None:
-    fitted = {
-        (row.hidden_size, row.intermediate_size, row.routes, row.kernel_us, row.stock_us)
-        for row in time_model.PUBLISHED
-    }
-    hot = [row for row in PUBLISHED if row.routing == "hot"]
-    sizes = {name: (row.hidden_size, row.intermediate_size) for name, row in VARIANTS.items()}
-    assert {(*sizes[r.variant], r.local_routes, r.kernel_us, r.stock_us) for r in hot} == fitted
+def test_the_published_table_is_whole() -> None:
     assert len(PUBLISHED) == 45
     sums = sum(row.stock_us for row in PUBLISHED), sum(row.kernel_us for row in PUBLISHED)
     assert sums == pytest.approx((105487.3, 24512.9))
@@ -91,6 +84,26 @@ def test_a_rotation_keeps_routes_and_hits_and_walks_over_all_experts(monkeypatch
     assert int((first < 16).sum()) == found.local_routes > 0
     assert len(hits) * of_expert > 2 * 16 * of_expert * 0.6
     assert found.num_bytes <= 2 * 16 * of_expert
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_bytes_are_reckoned_as_they_will_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant, point = (
+        dataclasses.replace(VARIANTS[name], hidden_size=96, intermediate_size=64),
+        Point(name, 2, 5, "hot"),
+    )
+    monkeypatch.setitem(VARIANTS, name, variant)
+    layer = random_layer(variant, 2, 0, "cpu").weights
+    packed = 2 * sum(tensor.nbytes for tensor in layer if tensor is not None)  # two copies
+    x = cases.draw(point)[0]
+    assert cases.num_bytes(point, "fused", cache_bytes=0) == packed + 4 * x.nbytes
+    values = 2 * 2 * 3 * variant.hidden_size * variant.intermediate_size
+    assert cases.num_bytes(point, "unpacked", cache_bytes=0) == packed + 4 * x.nbytes + 2 * values
+
+
+def test_free_memory_is_what_the_system_says() -> None:
+    free = cases.free_bytes("cpu")
+    assert free is None or 1 << 20 < free <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_copies_hold_more_than_the_caches() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
+from scripts import MXK
 
 from mxk_compile.bench import cases, implementations, runner, timing
 from mxk_compile.bench.points import Point
@@ -93,16 +93,7 @@ def test_a_slow_call_stops_at_the_fewest_samples() -> None:
 
 
 def test_impls_of_one_command_run_in_processes_of_their_own() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "mxk_compile.cli",
-        "bench",
-        "--device",
-        "tpc-modelled",
-        "--suite",
-        "document",
-    ]
+    command = [*MXK, "bench", "--device", "tpc-modelled", "--suite", "document"]
     done = subprocess.run([*command, "--variant", "muse"], capture_output=True, text=True, check=True)
     found = parse(done.stdout.splitlines(), "output")
     assert [row.impl for row in found] == ["stock"] * 5 + ["fused"] * 5
@@ -142,6 +133,21 @@ def test_what_is_not_there_is_refused_with_what_is(
     assert code == 2
     assert captured.out == ""
     assert said in captured.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("more", [[], ["--impl", "fused"]])
+def test_more_than_memory_is_refused_before_it_is_taken(
+    more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "random_layer", pytest.fail)
+    monkeypatch.setattr(subprocess, "Popen", pytest.fail)
+    monkeypatch.setattr(cases, "free_bytes", lambda device: 24_000_000_000)
+    assert main(["bench", "--e-local", "100000", "--routing", "hot", *more]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "mxk: error: bench: gptoss E=100000 T=32 hot takes 2647.3 GB; allowed: the 24.0 GB that are free on cpu;"
+        " lower --e-local or --tokens\n",
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import MXK
 
 import mxk_compile
 from mxk_compile import cli, doctor
@@ -24,7 +25,7 @@ from mxk_compile.doctor import gaudi, kernels, plugins, versions
 from mxk_compile.doctor.finding import Finding
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, str(ROOT / "mxk_command.py"), "doctor"]
+COMMAND = [*MXK, "doctor"]
 
 
 def given(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
@@ -47,7 +48,12 @@ def test_a_sound_installation_passes(capsys: pytest.CaptureFixture[str]) -> None
         assert f" {name} " in said
     assert f"torch             {torch.__version__}" in said
     assert "a small stock call is fused" in said
-    assert re.search(r"loaded libraries  \S+/libmxk_cpu.so: ", said)
+    assert re.search(r"loaded libraries  /.+/libmxk_cpu.so: ", said)
+
+
+def test_what_others_named_does_not_steer_the_terminal() -> None:
+    line = str(Finding("copies", "warn", "at /a\x1b[31m\nb", "keep\rone"))
+    assert line == r"warn  copies            at /a\x1b[31m b; keep\rone"
 
 
 def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,12 +110,12 @@ def test_a_check_that_breaks_or_hangs_is_a_finding(monkeypatch: pytest.MonkeyPat
         yield Finding("never", "ok", "")
 
     monkeypatch.setattr(doctor, "CHECKS", (("first", breaks), ("exit", leaves), ("hang", hangs)))
-    monkeypatch.setattr(doctor, "LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(doctor, "LIMIT_SECONDS", 2)
     assert [str(finding) for finding in doctor.diagnose()[1:]] == [
         "ok    first             fine",
         "fail  first             the check itself broke: RuntimeError: two lines; report this line",
         "fail  exit              the check itself broke: SystemExit: from a plugin; report this line",
-        "warn  hang              no answer within 0.2 s; try again when the machine is idle; else report it",
+        "warn  hang              no answer within 2 s; try again when the machine is idle; else report it",
     ]
 
 
@@ -274,12 +280,12 @@ def test_loaded_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(plugins, "_PROC", tmp_path)
     (tmp_path / "self").mkdir()
     (tmp_path / "self/maps").touch()
-    process(7, "/opt/lib/libmxk_tpc.so", "/opt/lib/libmxk_tpc.so")
-    process(8, "/opt/lib/libmxk_tpc.so")
+    process(7, "/opt/a lib/libmxk_tpc.so", "/opt/a lib/libmxk_tpc.so")
+    process(8, "/opt/a lib/libmxk_tpc.so")
     process(9, "/old/libmxk_cpu.so (deleted)")
     process(os.getpid(), own)
     assert set(found(plugins.loaded, "ok")) == {  # in the order of paths, which is the checkout's affair
-        "ok    loaded libraries  /opt/lib/libmxk_tpc.so: 2 process(es): 7, 8",
+        "ok    loaded libraries  /opt/a lib/libmxk_tpc.so: 2 process(es): 7, 8",
         f"ok    loaded libraries  {own}: this process",
     }
     assert (

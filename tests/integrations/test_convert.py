@@ -231,6 +231,45 @@ def test_refusals_change_nothing() -> None:
     assert len(stock_experts(model)) == 2
 
 
+@pytest.mark.parametrize("shared", ["experts", "mlp"])
+def test_layers_that_share_a_module_share_its_replacement(shared: str) -> None:
+    model = random_model("Mixtral")
+    first, second = model.model.layers
+    if shared == "experts":
+        second.mlp.experts = first.mlp.experts
+    else:
+        second.mlp = first.mlp
+    ids = torch.randint(2, 250, (1, 24), generator=torch.Generator().manual_seed(1))
+    expected = with_values_of(copy.deepcopy(model), mxk_compile.convert(copy.deepcopy(model)))(
+        input_ids=ids
+    ).logits
+    mxk_compile.convert(model)
+    assert isinstance(first.mlp.experts, StockExperts)
+    assert second.mlp.experts is first.mlp.experts
+    assert median_of_tokens(model(input_ids=ids).logits.detach(), expected.detach()) < 0.02
+
+
+def test_arguments_of_other_types_are_one_line() -> None:
+    for arguments, text in (
+        (
+            (None,),
+            "mxk_compile.convert: model is a NoneType; allowed: a torch.nn.Module; give the model itself",
+        ),
+        (
+            (random_model("Mixtral"), "mxfp4", "folder"),
+            "mxk_compile.convert: packed is a str; allowed: a function",
+        ),
+        (
+            (random_model("Mixtral"), "mxfp4", lambda name: None),
+            "mxk_compile.convert: model.layers.0.mlp.experts: packed gave a NoneType; allowed: PackedExperts; ",
+        ),
+    ):
+        with pytest.raises(CallError) as caught:
+            mxk_compile.convert(*arguments)  # type: ignore[arg-type]
+        assert str(caught.value).startswith(text)
+        assert "\n" not in str(caught.value)
+
+
 def test_other_models_are_refused() -> None:
     with pytest.raises(CallError, match="mxk_compile.convert: Linear without them; allowed: "):
         mxk_compile.convert(torch.nn.Linear(2, 2))

@@ -72,6 +72,7 @@ def test_listed_libraries(environ: dict[str, str], said: Callable[[], list[str]]
         ("MXFP4_TPC_MOE_MAX_TOKENS", "33", "MXFP4_TPC_MOE_MAX_TOKENS: '33'; allowed: 1 to 32; correct or unset it"),
         ("MXFP4_TPC_MOE_MAX_TOKENS", "0", "MXFP4_TPC_MOE_MAX_TOKENS: '0'; allowed: 1 to 32; correct or unset it"),
         ("MXFP4_TPC_MOE_MAX_TOKENS", "x", "MXFP4_TPC_MOE_MAX_TOKENS: 'x'; allowed: 1 to 32; correct or unset it"),
+        ("MXFP4_TPC_MOE_MAX_TOKENS", "٣", "MXFP4_TPC_MOE_MAX_TOKENS: '٣'; allowed: 1 to 32; correct or unset it"),
         (
             "PT_HPU_LAZY_MODE", "0",
             "PT_HPU_LAZY_MODE: '0'; allowed: 1; set it: the hook replaces a call of lazy mode; "
@@ -101,8 +102,9 @@ def test_wrong_values(name: str, value: str | None, error: str, environ: dict[st
         ({"variant": "glm"}, "a build of variant 'glm'; allowed: 'gptoss'; build that variant"),
         ({"files": {}}, "MANIFEST lacks libmxk_tpc.so; allowed: a complete build; build it again"),
         ({"files": {"libmxk_tpc.so": "0" * 64}}, "sha256"),
-        ({"files": {"libmxk_tpc.so": 7}}, "cannot be read: a name, version or hash is no text"),
-        ({"version": 1}, "cannot be read: a name, version or hash is no text"),
+        ({"files": {"libmxk_tpc.so": 7}}, "cannot be read: a name, version or hash is no printable text"),
+        ({"version": 1}, "cannot be read: a name, version or hash is no printable text"),
+        ({"version": "1\x1b[31m"}, "cannot be read: a name, version or hash is no printable text"),
         ({"stock": []}, "cannot be read"),
         ({"stock": {}}, "a build that forwards to '', which is not there"),
         (

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from projection_calls import activations, check, make_stack, unwritten
+from projection_calls import UNWRITTEN, activations, check, make_stack, unwritten
 from torch import Tensor
 
-from mxk_compile.errors import BackwardError
+from mxk_compile.errors import BackwardError, CallError
 from mxk_compile.projections import align
 
 project = torch.ops.mxk.project
@@ -205,3 +205,44 @@ def test_the_write_is_counted() -> None:
     assert out._version > before, "also where no row is written: nobody reads the routing to know"
     with torch.inference_mode():
         project.routes(unwritten(2, 16), *args, weight_format="uint4", top_k=1)
+
+
+def test_an_output_that_overlaps_what_is_read_is_refused() -> None:
+    stack = make_stack(4, 32, 32)
+    weight, ids = stack.weight, torch.tensor([[0], [1], [9], [3]])
+    memory = activations(12, 32)
+
+    def run(out: Tensor, x: Tensor, ids: Tensor = ids, weight: Tensor = weight.weight) -> Tensor:
+        project.routes(out, x, ids, weight, stack.weight.scale, weight_format="uint4", top_k=1)
+        return out
+
+    before = memory.clone()
+    for out in (memory[:4], memory[3:7], memory.view(6, 64)[1:5, 32:]):
+        with pytest.raises(CallError) as caught:
+            run(out, memory[:4])
+        assert str(caught.value) == (
+            "mxk::project.routes: out overlaps x; allowed: memory of its own; write to another tensor"
+        )
+        assert torch.equal(memory, before)
+    for out in (memory[4:8], memory.view(6, 64)[2:, 32:]):
+        run(out, memory[:4])
+    # Rows side by side in one wider tensor share none; shifted by a column they do.
+    wide = activations(4, 80)
+    expected = run(unwritten(4, 32), wide[:, :32].clone())
+    wide[2] = UNWRITTEN
+    assert torch.equal(run(wide[:, 32:64], wide[:, :32]), expected)
+    assert torch.equal(run(wide[:, 48:], wide[:, :32]), expected)
+    for shift in (0, 16, 31):
+        with pytest.raises(CallError, match="out overlaps x; "):
+            run(wide[:, shift : shift + 32], wide[:, :32])
+    # Whatever it is that is read.
+    with pytest.raises(CallError, match="out overlaps weight; "):
+        run(weight.weight.view(torch.bfloat16).view(-1)[:128].view(4, 32), memory[:4])
+    bits = torch.zeros(128, dtype=torch.bfloat16)
+    with pytest.raises(CallError, match="out overlaps topk_ids; "):
+        run(bits.view(4, 32), memory[:4], bits[8:24].view(torch.int64).view(4, 1))
+    # Shapes alone have no memory that could be shared.
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = mode.from_tensor(memory)
+        arguments = (mode.from_tensor(t) for t in (ids, weight.weight, stack.weight.scale))
+        project.routes(fake[:4], fake[:4], *arguments, weight_format="uint4", top_k=1)

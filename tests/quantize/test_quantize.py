@@ -24,6 +24,8 @@ from mxk_compile import cli
 from mxk_compile.checkpoint import Checkpoint
 from mxk_compile.errors import CheckpointError
 from mxk_compile.ops.formats import int4, mxfp4
+from mxk_compile.parity.cases import ROWS
+from mxk_compile.parity.checkpoint import checkpoint_source
 from mxk_compile.quantize import convert, layouts, shards
 from mxk_compile.quantize.convert import quantize
 
@@ -537,6 +539,23 @@ def test_linked_source_files_are_read(sources: dict[str, Path], tmp_path: Path) 
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
+def test_names_in_a_checkpoint_do_not_steer_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix, source = "model.\x1b[31m\r.layers.0.mlp.experts", tmp_path / "in"
+    source.mkdir()
+    parts = ("gate_proj", "up_proj", "down_proj")
+    state = {f"{prefix}.0.{part}.weight": torch.randn(32, 32).bfloat16() for part in parts}
+    save_file(state, source / "model.safetensors")
+    (source / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    assert cli.main(["quantize", str(source), str(tmp_path / "out"), "--format", "mxfp4"]) == 0
+    checkpoint_source(tmp_path / "out", ROWS["glm"])
+    said = capsys.readouterr().out
+    assert said.count(r"model.\x1b[31m\r.layers.0.mlp.experts") == 2
+    assert said.replace("\n", "").isprintable()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_memory_is_bounded_by_one_matrix(tmp_path: Path) -> None:
     """32 experts of 2 MB a matrix: the peak over the start is far below the 200 MB that are read."""
     experts, size = 32, 1024
@@ -550,10 +569,11 @@ def test_memory_is_bounded_by_one_matrix(tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
     program = (
-        "import pathlib, resource, sys, torch\n"
+        "import pathlib, re, sys, torch\n"
         "from mxk_compile.quantize import convert\n"
         "convert._CHUNK = 1 << 18\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        # Not ru_maxrss: that begins with the peak of the process that started this one.
+        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])\n"
         "before = peak()\n"
         "convert.quantize(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]) / 'out', 'mxfp4')\n"
         "print(peak() - before)\n"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
+from scripts import MXK
 
 from mxk_compile import cli
 from mxk_compile.kernels.tpc import emulate, emulated_ops
@@ -19,7 +19,7 @@ from mxk_compile.variants import VARIANTS
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own: it defines `custom_op::mxk_*`, which a process can do once."""
-    command = [sys.executable, "-m", "mxk_compile.cli", "parity", "--device", "tpc-emulated", *arguments]
+    command = [*MXK, "parity", "--device", "tpc-emulated", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

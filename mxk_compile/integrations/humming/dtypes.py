@@ -46,12 +46,12 @@ class DataType:
     @classmethod
     def from_str(cls, name: str) -> DataType:
         """The format of that name; raises CallError if there is none."""
-        if (integer := re.fullmatch(r"(u?)int([1-9]\d?)", name)) is not None:
+        if (integer := re.fullmatch(r"(u?)int([1-9][0-9]?)", name)) is not None:
             return cls(name, int(integer[2]), not integer[1])
         if name in _FLOATS:
             exponent, mantissa = _FLOATS[name]
             return cls(name, 1 + exponent + mantissa, True, exponent, mantissa)
-        if (floating := re.fullmatch(r"float(\d+)e(\d+)m(\d+)", name)) is not None:
+        if (floating := re.fullmatch(r"float([0-9]+)e([0-9]+)m([0-9]+)", name)) is not None:
             bits, exponent, mantissa = map(int, floating.groups())
             # Powers of two alone have no sign: float8e8m0.
             if exponent and bits - exponent - mantissa == (1 if mantissa else 0):

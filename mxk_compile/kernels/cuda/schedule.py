@@ -14,7 +14,7 @@ from mxk_compile.errors import SettingsError
 from mxk_compile.kernels.cuda import int4_splits
 from mxk_compile.kernels.cuda.build import cache_folder, write_whole
 from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, likely_rows, product_us, tile_sizes
-from mxk_compile.settings import settings
+from mxk_compile.settings import settings, whole_number
 from mxk_compile.variants import INT4_FORMATS
 
 DECODE_ROUTES = (64, 256, 1024)
@@ -83,7 +83,7 @@ class Schedule:
         """The schedule that prints as `text`; raises ValueError if none does."""
         kernel, _, rest = text.partition(":")
         if kernel == "prefill":
-            sizes = tuple(int(size) for size in rest.split("/"))
+            sizes = tuple(whole_number(size) for size in rest.split("/"))
             if not sizes or len(sizes) > MOST_SIZES or sorted(set(sizes)) != list(sizes):
                 raise ValueError(text)
             if any(size not in TILE_SIZES for size in sizes):
@@ -92,7 +92,7 @@ class Schedule:
         pairs = [part.split("=") for part in rest.split(",") if part]
         if kernel != "decode" or any(len(pair) != 2 or pair[0] not in _DECODE_NAMES for pair in pairs):
             raise ValueError(text)
-        return cls("decode", tuple((name, int(value)) for name, value in pairs))
+        return cls("decode", tuple((name, whole_number(value)) for name, value in pairs))
 
 
 def heuristic(problem: Problem) -> Schedule:

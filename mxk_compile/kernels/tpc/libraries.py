@@ -61,8 +61,8 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(**fields)
         files, stock = {**manifest.files}, {**manifest.stock}  # TypeError if they are none
         texts = (manifest.version, manifest.variant, *files, *files.values(), *stock.values())
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("a name, version or hash is no text")
+        if not all(isinstance(text, str) and text.isprintable() for text in texts):
+            raise TypeError("a name, version or hash is no printable text")
     except FileNotFoundError as error:
         raise _refuse(path, "it is not there", "a folder that `mxk build-tpc` made") from error
     except (OSError, ValueError, TypeError) as error:

@@ -15,41 +15,16 @@ import dataclasses
 
 import torch
 
+from mxk_compile.kernels.tpc.published import PUBLISHED
 from mxk_compile.kernels.tpc.signatures import CHUNK, NUM_TPC
+from mxk_compile.variants import VARIANTS
 
 PUBLISHED_OPS = 17.0
 """Vector ops a chunk-row of the kernels that were measured."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PublishedRow:
-    """One "all local" row of "MXFP4 MoE decode kernels", per-call timings on one card."""
-
-    variant: str
-    hidden_size: int
-    intermediate_size: int
-    routes: int
-    kernel_us: float
-    stock_us: float
-
-
-PUBLISHED = (
-    PublishedRow("gptoss, 32 experts", 2880, 2880, 4, 140.9, 523.9),
-    PublishedRow("gptoss, 32 experts", 2880, 2880, 32, 968.2, 4082.0),
-    PublishedRow("gptoss, 64 experts", 2880, 2880, 4, 142.4, 525.6),
-    PublishedRow("gptoss, 64 experts", 2880, 2880, 32, 972.4, 4562.4),
-    PublishedRow("gptoss, 128 experts", 2880, 2880, 4, 142.8, 536.4),
-    PublishedRow("gptoss, 128 experts", 2880, 2880, 16, 495.9, 2416.4),
-    PublishedRow("gptoss, 128 experts", 2880, 2880, 128, 3824.0, 13751.1),
-    PublishedRow("kimi", 7168, 2048, 8, 398.2, 2055.2),
-    PublishedRow("kimi", 7168, 2048, 64, 2976.3, 9687.8),
-    PublishedRow("muse", 4096, 1024, 8, 138.7, 694.4),
-    PublishedRow("muse", 4096, 1024, 32, 489.2, 2301.5),
-    PublishedRow("dsv41", 5120, 2304, 6, 264.2, 1344.1),
-    PublishedRow("dsv41", 5120, 2304, 48, 2007.8, 7974.2),
-    PublishedRow("glm", 6144, 1024, 8, 191.9, 928.8),
-    PublishedRow("glm", 6144, 1024, 64, 1397.5, 4691.9),
-)
+FITTED = tuple(row for row in PUBLISHED if row.routing == "hot")
+"""What the constants are fitted to: every route local, so that routes are not a matter of luck."""
 
 
 def chunk_rows(hidden_size: int, intermediate_size: int, routes: int) -> float:
@@ -85,11 +60,12 @@ class TimeModel:
 
 
 def calibrated() -> TimeModel:
-    """Least squares of the relative error over the published rows."""
-    rows = [
-        [1.0, row.routes, chunk_rows(row.hidden_size, row.intermediate_size, row.routes)] for row in PUBLISHED
-    ]
+    """Least squares of the relative error over the fitted rows."""
+    rows = []
+    for row in FITTED:
+        sizes = VARIANTS[row.variant].hidden_size, VARIANTS[row.variant].intermediate_size
+        rows.append([1.0, row.local_routes, chunk_rows(*sizes, row.local_routes)])
     matrix = torch.tensor(rows, dtype=torch.float64)
-    times = torch.tensor([row.kernel_us for row in PUBLISHED], dtype=torch.float64)
+    times = torch.tensor([row.kernel_us for row in FITTED], dtype=torch.float64)
     solution = torch.linalg.lstsq(matrix / times[:, None], torch.ones(len(rows), 1, dtype=torch.float64))
     return TimeModel(*solution.solution.flatten().tolist())

@@ -67,6 +67,8 @@ def test_the_setting_overrides_everything(monkeypatch: pytest.MonkeyPatch) -> No
         "decode:a=1",
         "decode:groups",
         "decode:groups=x",
+        "decode:groups=٣",
+        "prefill:٦٤",
         "fast",
     ],
 )

@@ -15,7 +15,7 @@ READ_BYTES_A_SECOND = 2.2e12
 
 @dataclasses.dataclass(frozen=True)
 class PublishedRow:
-    """One row: the call as in `Point`, times in µs."""
+    """One row: a call of a model row (variants.py) with E local experts and T tokens; times in µs."""
 
     variant: str
     num_experts: int
