@@ -16,7 +16,7 @@ ALIGNMENT = {"moe_decode.cu": 64}  # of arguments that hold tensor maps
 LAYOUTS = {
     "dequant.cu": dequant._DEQUANT,
     "groups.cu": grouped._GROUPS,
-    "moe_decode.cu": decode._DECODE,
+    "moe_decode.cu": decode.DECODE,
     "prefill.cu": prefill.GEMM,
     "routing.cu": prefill.ROUTING,
 }
