@@ -105,7 +105,7 @@ constexpr int HELPERS = 1 + DIGIT_WARPS + EPILOGUE;
 constexpr int THREADS = (CONSUMERS + HELPERS) * 32;
 // Register counts are set by warpgroup and must fit what the launch gives: asking for more would wait for ever.
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int HELPER_REGISTERS = 72;
+constexpr int HELPER_REGISTERS = IS_INT4 ? 88 : 72;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
 constexpr int COUNTERS_AT = 64;  // of 32 bits: before them the grid-wide barrier, then one a unit of output rows
 constexpr int COUNTER_BYTES = 4096;
@@ -130,14 +130,7 @@ constexpr int UNIT = 16, TILE_UNITS = IS_INT4 ? MXK_UNITS : 4, TILE_ROWS = UNIT 
 
 // Groups of 32 columns whose products are in flight together. What divides the groups spares the mask.
 __host__ __device__ constexpr int batch_of(int groups) {
-  if (IS_INT4) {  // so that shares have most alike
-    int best = 4, least = 1 << 30;
-    for (int batch = 8; batch >= 3; --batch) {
-      const int batches = (groups + batch - 1) / batch, longest = (batches + SHARES - 1) / SHARES * batch;
-      if (longest < least) best = batch, least = longest;
-    }
-    return best;
-  }
+  if (IS_INT4) return lesser(groups, 4);  // whose scales are one load
   constexpr int most = NT > 1 ? 4 : 6;
   if (groups <= most) return groups;
   for (int batch = most; batch >= 4; --batch)
@@ -201,11 +194,13 @@ static_assert(MXK_SLICES == 1 || (IS_INT4 && (PROJECT ? I : K) % (32 * MXK_SLICE
 constexpr int SLOT = greater(GateUp::SLOT, Down::SLOT);
 constexpr int SCALES = greater(GateUp::SCALES, Down::SCALES);
 constexpr int DIGITS = greater(GateUp::DIGITS, Down::DIGITS);
-constexpr int SUM = NT * 256, SUM_SET = SHARES * TILE_UNITS * SUM, SUM_STAGES = 2;  // partial sums: of a unit; of a tile
+constexpr int SUM = NT * 256, SUM_SET = SHARES * TILE_UNITS * SUM;  // partial sums: of a unit; of a tile
 // Of column blocks expert, first row and rows; then of routes.
 constexpr int LIST_BYTES = (PROJECT == MASKED ? 3 : 6) * 2 * MAX_ROUTES, ROUTER_BYTES = PROJECT ? 0 : 4 * MAX_ROUTES;
 constexpr int LISTS = round_up(4 * E, 16) * 2 + LIST_BYTES + ROUTER_BYTES + 16;
 constexpr int BARRIERS = 256;
+constexpr int SUM_STAGES =
+    IS_INT4 && 2 * SUM_SET + LISTS + BARRIERS + 2 * ROWS * 12 + 128 + 2 * SCALES + DIGITS + 3 * SLOT > SHARED_LIMIT ? 1 : 2;
 constexpr int OTHERS = SUM_STAGES * SUM_SET + LISTS + BARRIERS + 2 * ROWS * 12 + 128;
 constexpr int SCALE_STAGES = OTHERS + 3 * SCALES + DIGITS + 2 * SLOT <= SHARED_LIMIT ? 3 : 2;
 constexpr int REST = OTHERS + SCALE_STAGES * SCALES;

@@ -94,15 +94,26 @@ __device__ __forceinline__ void unpack_codes(u32 word, u32 (&pairs)[4]) {
   pairs[2] = (upper & LOW) ^ (SIGNS & LOW), pairs[3] = (upper & HIGH) ^ (SIGNS & HIGH);
 }
 
-// A scale, in fp32, or a zero point, of step `step` of a row whose scales are at `row`.
-__device__ __forceinline__ float load_scale(u32 row, int step) {
-  const int group = GROUP_LOG == 31 ? 0 : step >> (GROUP_LOG - 5);
-  if constexpr (SCALE_BYTES == 4) return __uint_as_float(load_shared_4(row + group * 4));
-  const u32 bits = load_shared_2(row + group * 2);
-  if constexpr (MXK_SCALES == BF16) return __uint_as_float(bits << 16);
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<u16>(bits)));
-  return value;
+// The scales of BATCH steps from `step` on, in fp32, of a row whose scales are at `row`.
+template <class P>
+__device__ __forceinline__ void load_scales(u32 row, int step, float (&scales)[P::BATCH]) {
+  if constexpr (P::PADDED && P::BATCH == 4 && GROUP_LOG == 5 && MXK_SCALES == BF16) {
+    const uint2 pairs = load_shared_8(row + step * 2);
+    scales[0] = __uint_as_float(pairs.x << 16), scales[1] = __uint_as_float(pairs.x & 0xFFFF0000u);
+    scales[2] = __uint_as_float(pairs.y << 16), scales[3] = __uint_as_float(pairs.y & 0xFFFF0000u);
+  } else {
+#pragma unroll
+    for (int i = 0; i < P::BATCH; ++i) {
+      const int group = GROUP_LOG == 31 ? 0 : (step + i) >> (GROUP_LOG - 5);
+      if constexpr (SCALE_BYTES == 4) {
+        scales[i] = __uint_as_float(load_shared_4(row + group * 4));
+      } else {
+        const u32 bits = load_shared_2(row + group * 2);
+        scales[i] = __uint_as_float(bits << 16);
+        if constexpr (MXK_SCALES == FP16) asm("cvt.f32.f16 %0, %1;" : "=f"(scales[i]) : "h"(static_cast<u16>(bits)));
+      }
+    }
+  }
 }
 __device__ __forceinline__ float load_zero(u32 row, int step) {
   return static_cast<float>(load_shared_byte(row + (GROUP_LOG == 31 ? 0 : step >> (GROUP_LOG - 5))));
@@ -120,6 +131,13 @@ __device__ __forceinline__ void multiply_batch(const LaneRows& at, u32 weights, 
   constexpr int LEFT = P::GROUPS - (P::BATCHES - 1) * P::BATCH;  // of the last batch of a row
   const bool last = LEFT != P::BATCH && step == (P::BATCHES - 1) * P::BATCH;
   const int lane = threadIdx.x & 31, q = lane & 3;
+  float scales[TILE_UNITS][2][P::BATCH];
+#pragma unroll
+  for (int u = 0; u < TILE_UNITS; ++u) {
+    const u32 row = at.scales + u * (P::scale_at(1, 0, 0) - P::scale_at(0, 0, 0));
+    const int first = step + (P::PADDED ? 0 : slice_of<P>() * P::GROUPS);
+    load_scales<P>(row, first, scales[u][0]), load_scales<P>(row + at.half_scales, first, scales[u][1]);
+  }
 #pragma unroll
   for (int i = 0; i < P::BATCH; ++i) {
     uint4 b[MMA_TILES];
@@ -136,10 +154,10 @@ __device__ __forceinline__ void multiply_batch(const LaneRows& at, u32 weights, 
       const u32 word = weights + u * (UNIT * P::STRIDE) + i * 16;
       unpack_codes(load_shared_4(word), low);
       unpack_codes(load_shared_4(word + at.half_weights), high);
-      const u32 row = at.scales + u * (P::scale_at(1, 0, 0) - P::scale_at(0, 0, 0));
-      const int scale_step = step + i + (P::PADDED ? 0 : slice_of<P>() * P::GROUPS);
-      float scale[2] = {load_scale(row, scale_step), load_scale(row + at.half_scales, scale_step)}, zero[2] = {1.0f, 1.0f};
-      if (i >= LEFT && last) scale[0] = scale[1] = 0.0f;  // those products are 0, whatever the slot holds
+      float zero[2] = {1.0f, 1.0f};
+      // Products of steps that are not there are 0, whatever the slot holds; their scales might be NaN.
+      const bool there = i < LEFT || !last;
+      const float scale[2] = {there ? scales[u][0][i] : 0.0f, there ? scales[u][1][i] : 0.0f};
       if constexpr (MXK_ZEROS) {
         const u32 of = at.zeros + u * (P::zero_at(1, 0, 0) - P::zero_at(0, 0, 0));
         const int zero_step = step + i + slice_of<P>() * P::GROUPS;

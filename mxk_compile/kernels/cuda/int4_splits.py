@@ -8,7 +8,7 @@ import math
 SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of decode.cuh
 _GROUPS = 2  # warpgroups of consumers: each of their warps has a share of the columns
 _WARPS = 4 * _GROUPS
-_CHUNK = 56  # MXK_CHUNK of decode.cuh
+_BATCH = 4  # steps, as `batch_of` of decode.cuh
 _FEWEST_STAGES = 3  # of the ring: a slot that is read, and two on their way
 _MOST_UNITS = 3  # warps of the epilogue, which have one each
 MOST_SLICED = 8192  # outputs of a layer whose columns are sliced: counters of both share a page
@@ -34,12 +34,14 @@ class Split:
         units: of 16 weight rows in a slot.
         slices: blocks that share a projection's columns.
         max_routes: of the lists.
+        chunk: steps of 32 columns in a slot, about.
     """
 
     column_tiles: int
     units: int
     slices: int
     max_routes: int = 256
+    chunk: int = 56
 
     @classmethod
     def of(cls, macros: tuple[tuple[str, int], ...]) -> Split:
@@ -47,7 +49,7 @@ class Split:
         given = dict(macros)
         return cls(
             *(given.get("column_tiles", 1), given.get("units", 1), given.get("slices", 1)),
-            given.get("max_routes", 256),
+            *(given.get("max_routes", 256), given.get("chunk", 56)),
         )
 
     @property
@@ -71,7 +73,7 @@ class Split:
     @property
     def _shared_clocks(self) -> float:
         """Of shared memory, for 16 weight rows and 32 columns, by four warps; units share the activations read."""
-        own = 5.25  # weights and scales, written and read
+        own = 4.75  # weights and scales, written and read
         return 4 * (own + 5 * self.column_tiles / 2 / self.units)
 
     def shared_bytes(self, weights: tuple[Weight, ...], num_experts: int, masked: bool) -> int:
@@ -80,15 +82,15 @@ class Split:
         for weight in weights:
             slices = self.slices if weight.sliced else 1
             steps = weight.columns // slices // 32
-            batch = _batch(steps)
+            batch = min(steps, _BATCH)
             batches = -(-steps // batch)
-            chunk = -(-batches // -(-steps // _CHUNK)) * batch
+            chunk = -(-batches // -(-steps // self.chunk)) * batch
             slot = max(slot, 16 * self.units * 16 * (chunk | 1))
             rows = max(rows, batches * batch * 272 * self.column_tiles + 128)
             own, rest = divmod(weight.scale_bytes, slices)
             padded = own + 32 if rest == 0 and own % 16 == 0 else weight.scale_bytes
             scales = max(scales, 16 * self.units * (padded + weight.zero_bytes) + 256)
-        sums = 2 * _WARPS * self.units * 256 * self.column_tiles
+        sums = _WARPS * self.units * 256 * self.column_tiles  # in two places if that fits
         lists = 8 * num_experts + (6 if masked else 16) * self.max_routes + 24 * 4 * self.column_tiles + 1024
         return _FEWEST_STAGES * slot + rows + 2 * scales + sums + lists
 
@@ -133,26 +135,20 @@ _FLOOR_US = 184  # bytes of 48 experts' 4096 x 7168 weights at the card's rate
 _CLOCKS = 61.3  # in which a multiprocessor reads 16 rows of 32 columns, four times: 288 bytes each
 _SLICE_US = 2  # waiting for each other
 _LAUNCH_US = 12  # sorting, the first rows and the last wait
-SPLITS = ((2, 2, 1), (2, 1, 1), (4, 2, 1), (4, 1, 1), (2, 2, 2), (4, 1, 2), (4, 2, 4), (8, 1, 4))
-"""Column tiles, units and slices; of two that cost the same the earlier is taken."""
-
-
-def _batch(steps: int) -> int:
-    """`batch_of` of decode.cuh."""
-
-    def longest(batch: int) -> int:
-        return math.ceil(math.ceil(steps / batch) / _WARPS) * batch
-
-    return min(range(8, 2, -1), key=longest)
+SPLITS = (
+    *((2, 2, 1, 56), (2, 1, 1, 56), (4, 2, 1, 56), (4, 1, 1, 56), (4, 2, 2, 56), (4, 1, 2, 56), (4, 2, 4, 56)),
+    *((8, 2, 2, 56), (8, 2, 4, 28), (8, 1, 4, 56)),
+)
+"""Column tiles, units, slices and chunk; of two that cost the same the earlier is taken."""
 
 
 def _that_fit(weights: tuple[Weight, ...], num_experts: int, places: int, masked: bool) -> tuple[Split, ...]:
     found = []
-    for column_tiles, units, slices in SPLITS:
+    for column_tiles, units, slices, chunk in SPLITS:
         needed = num_experts * -(-places // (4 * column_tiles)) if masked else places
         room = next((size for size in _ROUTES if needed <= size), None)
         if room is not None:
-            split = Split(column_tiles, units, slices, room)
+            split = Split(column_tiles, units, slices, room, chunk)
             if split.fits(weights, num_experts, masked):
                 found.append(split)
     return tuple(found)

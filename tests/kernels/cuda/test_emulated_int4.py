@@ -1,0 +1,143 @@
+"""The decode kernel's INT4 products, emulated on the CPU: numbers against the reference, bits against another order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kernels.cuda import emulator
+from kernels.cuda.int4_calls import (
+    GPT_OSS,
+    SPLITS,
+    UNWRITTEN,
+    as_large_as,
+    infinite,
+    layer,
+    projections,
+    strange_ids,
+    weight,
+)
+from torch import Tensor
+
+from mxk_compile.kernels.cuda import grouped
+from mxk_compile.kernels.cuda.schedule import Schedule
+from mxk_compile.ops.project import experts_of_rows, reference
+from mxk_compile.testing import MoECase, most_rel_l2, rel_l2
+
+pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=f"emulator: {emulator.missing()}")
+
+OTHER_ORDER = 7
+EIGHT, EIGHT_TWICE, TWO_SLICES, FOUR_SLICES, THIRTY_TWO = SPLITS
+Make = Callable[[], MoECase]
+LAYERS: dict[str, tuple[str, Make]] = {
+    "groups of 32": (EIGHT, layer),
+    "groups of 64": (TWO_SLICES, functools.partial(layer, group_size=64, intermediate_size=192, **GPT_OSS)),
+    "groups of 128": (
+        EIGHT_TWICE,
+        functools.partial(layer, torch.float16, group_size=128, intermediate_size=256),
+    ),
+    "a row": (FOUR_SLICES, functools.partial(layer, torch.float32, group_size=None, row_order="up_gate")),
+    "zero points": (EIGHT_TWICE, functools.partial(layer, zero=True, row_order="interleaved")),
+    "zero points of a row": (THIRTY_TWO, functools.partial(layer, torch.float32, zero=True, group_size=None)),
+    "zero points, sliced": (
+        TWO_SLICES,
+        functools.partial(layer, torch.float16, zero=True, row_order="up_gate"),
+    ),
+    "two's complement": (EIGHT, functools.partial(layer, weight_format="int4", hidden_size=352, **GPT_OSS)),
+    "many rows": (
+        THIRTY_TWO,
+        functools.partial(layer, num_tokens=40, num_experts=2, top_k=2, hidden_size=320),
+    ),
+    "one token": (FOUR_SLICES, functools.partial(layer, num_tokens=1, per_route=True)),
+    "strange ids": (TWO_SLICES, lambda: strange_ids(layer(num_tokens=9, experts_min=2, top_k=5))),
+    "large": (EIGHT, lambda: as_large_as(60, layer(hidden_size=96, intermediate_size=64))),
+    "small": (EIGHT, lambda: as_large_as(-90, layer(hidden_size=96, intermediate_size=64))),
+}
+FORMATS = [
+    (32, False, torch.bfloat16),
+    (32, True, torch.float16),
+    (64, False, torch.float32),
+    (256, True, torch.bfloat16),
+]
+
+
+def run(name: str, case: MoECase, seed: int, lists: bool = False) -> Tensor:
+    """Result on an emulated device."""
+    with emulator.use(processors=4, seed=seed):
+        return emulator.fused(case, SPLITS[name], lists)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built(request: pytest.FixtureRequest) -> None:
+    """Compiles what the layers ahead need, by two threads."""
+    asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    calls = [(split, make) for name, (split, make) in LAYERS.items() if name in asked]
+    with emulator.use():
+        emulator.build_ahead(
+            [functools.partial(emulator.prepared, make(), SPLITS[split], False) for split, make in calls]
+        )
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name: str) -> None:
+    split, make = LAYERS[name]
+    case = make()
+    expected = case.reference(round_intermediate=True)
+    result = run(split, case, 0)
+    assert rel_l2(result, expected) <= most_rel_l2(expected)
+    assert torch.equal(result, run(split, case, OTHER_ORDER)), "the order of threads changes no bit"
+    assert bool((result[(expected == 0).all(-1)] == 0).all())
+
+
+def test_lists_give_the_bits_of_stacks() -> None:
+    case = layer(num_tokens=3)
+    assert torch.equal(run(EIGHT, case, 0, lists=True), run(EIGHT, case, 0))
+
+
+def test_infinities_come_out_as_in_the_reference() -> None:
+    case = infinite(layer(num_tokens=6, hidden_size=96, intermediate_size=64))
+    case.w2_scale[1, 4, 0] = torch.nan
+    result, expected = run(EIGHT, case, 0).float(), case.reference(round_intermediate=True).bfloat16().float()
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.isinf(), expected.isinf())
+
+
+def project(split: str, out: Tensor, seed: int, overload: str, *args: Any, **attributes: Any) -> Tensor:
+    """`out`, written by the decode kernel on an emulated device."""
+    with emulator.use(processors=5, seed=seed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "choose_of_product", lambda product: Schedule.parse(SPLITS[split]))
+        refused = grouped.project(lambda *_, **__: None, overload, out, *args, **attributes)
+        assert refused is None
+        assert all(call._decode is not None for call in grouped._prepared.values())
+    return out
+
+
+@pytest.mark.parametrize(("group", "zero", "dtype"), FORMATS)
+@pytest.mark.parametrize("split", [EIGHT_TWICE, TWO_SLICES])
+def test_projections(split: str, group: int, zero: bool, dtype: torch.dtype) -> None:
+    held = weight(6, 80, 256, group, zero, dtype)
+    for overload, x, routing, num_rows, more in projections(256):
+        attributes = {"weight_format": "uint4", **more}
+        out = torch.full((num_rows, 80), UNWRITTEN, dtype=torch.bfloat16)
+        expected = out.float()
+        reference(overload, expected, x, *routing, *held, **attributes)
+        again = project(split, out.clone(), OTHER_ORDER, overload, x, *routing, *held, **attributes)
+        project(split, out, 0, overload, x, *routing, *held, **attributes)
+        assert torch.equal(out, again)
+        written = experts_of_rows(overload, num_rows, 6, routing, attributes) >= 0
+        assert bool((out[~written] == UNWRITTEN).all()), "other rows are not written"
+        assert rel_l2(out[written], expected[written]) <= most_rel_l2(expected[written]), overload
+
+
+def test_parts_go_round_their_ring() -> None:
+    """More units of a block than parts in flight between slices."""
+    held, ids = weight(2, 1600, 128, 32), torch.tensor([[0], [1], [1]])
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out, expected = torch.empty(3, 1600, dtype=torch.bfloat16), torch.empty(3, 1600)
+    attributes = {"weight_format": "uint4", "top_k": 1}
+    reference("routes", expected, x, ids, *held, **attributes)
+    project(TWO_SLICES, out, OTHER_ORDER, "routes", x, ids, *held, **attributes)
+    assert rel_l2(out, expected) <= most_rel_l2(expected)
