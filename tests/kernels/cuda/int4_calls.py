@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +52,41 @@ def as_large_as(exponent: int, case: MoECase) -> MoECase:
     case.hidden_states = (case.hidden_states.float() * 2.0**exponent).bfloat16()
     case.w13_scale = (case.w13_scale.float() * 2.0**-exponent).bfloat16()
     return case
+
+
+EIGHT, EIGHT_TWICE, TWO_SLICES, FOUR_SLICES, THIRTY_TWO = SPLITS
+LAYERS: dict[str, tuple[str, Callable[..., MoECase]]] = {
+    "groups of 32": (EIGHT, layer),
+    "groups of 64": (TWO_SLICES, functools.partial(layer, group_size=64, intermediate_size=192, **GPT_OSS)),
+    "groups of 128": (
+        EIGHT_TWICE,
+        functools.partial(layer, torch.float16, group_size=128, intermediate_size=256),
+    ),
+    "a row": (FOUR_SLICES, functools.partial(layer, torch.float32, group_size=None, row_order="up_gate")),
+    "zero points": (EIGHT_TWICE, functools.partial(layer, zero=True, row_order="interleaved")),
+    "zero points of a row": (THIRTY_TWO, functools.partial(layer, torch.float32, zero=True, group_size=None)),
+    "zero points, sliced": (
+        TWO_SLICES,
+        functools.partial(layer, torch.float16, zero=True, row_order="up_gate"),
+    ),
+    "two's complement": (EIGHT, functools.partial(layer, weight_format="int4", hidden_size=352, **GPT_OSS)),
+    "many rows": (
+        THIRTY_TWO,
+        functools.partial(layer, num_tokens=40, num_experts=2, top_k=2, hidden_size=320),
+    ),
+    "one token": (FOUR_SLICES, functools.partial(layer, num_tokens=1, per_route=True)),
+    "strange ids": (
+        TWO_SLICES,
+        lambda **more: strange_ids(layer(num_tokens=9, experts_min=2, top_k=5, **more)),
+    ),
+    "large": (EIGHT, lambda **more: as_large_as(60, layer(hidden_size=96, intermediate_size=64, **more))),
+    "small": (EIGHT, lambda **more: as_large_as(-90, layer(hidden_size=96, intermediate_size=64, **more))),
+}
+"""Name in SPLITS, and what makes the case; it may be told a device."""
+FORMATS = [
+    *((32, False, torch.bfloat16), (32, True, torch.float16)),
+    *((64, False, torch.float32), (256, True, torch.bfloat16)),
+]
 
 
 def weight(

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from kernels.cuda import emulator
 from kernels.cuda.int4_calls import (
-    GPT_OSS,
+    EIGHT,
+    EIGHT_TWICE,
+    FORMATS,
+    LAYERS,
     SPLITS,
+    TWO_SLICES,
     UNWRITTEN,
-    as_large_as,
     infinite,
     layer,
     projections,
-    strange_ids,
     weight,
 )
 from torch import Tensor
@@ -30,38 +31,7 @@ from mxk_compile.testing import MoECase, most_rel_l2, rel_l2
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=f"emulator: {emulator.missing()}")
 
 OTHER_ORDER = 7
-EIGHT, EIGHT_TWICE, TWO_SLICES, FOUR_SLICES, THIRTY_TWO = SPLITS
-Make = Callable[[], MoECase]
-LAYERS: dict[str, tuple[str, Make]] = {
-    "groups of 32": (EIGHT, layer),
-    "groups of 64": (TWO_SLICES, functools.partial(layer, group_size=64, intermediate_size=192, **GPT_OSS)),
-    "groups of 128": (
-        EIGHT_TWICE,
-        functools.partial(layer, torch.float16, group_size=128, intermediate_size=256),
-    ),
-    "a row": (FOUR_SLICES, functools.partial(layer, torch.float32, group_size=None, row_order="up_gate")),
-    "zero points": (EIGHT_TWICE, functools.partial(layer, zero=True, row_order="interleaved")),
-    "zero points of a row": (THIRTY_TWO, functools.partial(layer, torch.float32, zero=True, group_size=None)),
-    "zero points, sliced": (
-        TWO_SLICES,
-        functools.partial(layer, torch.float16, zero=True, row_order="up_gate"),
-    ),
-    "two's complement": (EIGHT, functools.partial(layer, weight_format="int4", hidden_size=352, **GPT_OSS)),
-    "many rows": (
-        THIRTY_TWO,
-        functools.partial(layer, num_tokens=40, num_experts=2, top_k=2, hidden_size=320),
-    ),
-    "one token": (FOUR_SLICES, functools.partial(layer, num_tokens=1, per_route=True)),
-    "strange ids": (TWO_SLICES, lambda: strange_ids(layer(num_tokens=9, experts_min=2, top_k=5))),
-    "large": (EIGHT, lambda: as_large_as(60, layer(hidden_size=96, intermediate_size=64))),
-    "small": (EIGHT, lambda: as_large_as(-90, layer(hidden_size=96, intermediate_size=64))),
-}
-FORMATS = [
-    (32, False, torch.bfloat16),
-    (32, True, torch.float16),
-    (64, False, torch.float32),
-    (256, True, torch.bfloat16),
-]
+QUICK = ("groups of 32", "zero points", "strange ids", "large")
 
 
 def run(name: str, case: MoECase, seed: int, lists: bool = False) -> Tensor:
@@ -81,7 +51,9 @@ def built(request: pytest.FixtureRequest) -> None:
         )
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS]
+)
 def test_layers(name: str) -> None:
     split, make = LAYERS[name]
     case = make()
@@ -115,8 +87,11 @@ def project(split: str, out: Tensor, seed: int, overload: str, *args: Any, **att
     return out
 
 
-@pytest.mark.parametrize(("group", "zero", "dtype"), FORMATS)
-@pytest.mark.parametrize("split", [EIGHT_TWICE, TWO_SLICES])
+@pytest.mark.parametrize(
+    ("group", "zero", "dtype"),
+    [FORMATS[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in FORMATS[1:])],
+)
+@pytest.mark.parametrize("split", [EIGHT_TWICE, pytest.param(TWO_SLICES, marks=pytest.mark.slow)])
 def test_projections(split: str, group: int, zero: bool, dtype: torch.dtype) -> None:
     held = weight(6, 80, 256, group, zero, dtype)
     for overload, x, routing, num_rows, more in projections(256):
@@ -132,6 +107,7 @@ def test_projections(split: str, group: int, zero: bool, dtype: torch.dtype) -> 
         assert rel_l2(out[written], expected[written]) <= most_rel_l2(expected[written]), overload
 
 
+@pytest.mark.slow
 def test_parts_go_round_their_ring() -> None:
     """More units of a block than parts in flight between slices."""
     held, ids = weight(2, 1600, 128, 32), torch.tensor([[0], [1], [1]])
