@@ -67,19 +67,19 @@ __device__ __forceinline__ void load_bias(const Decode& p, const Routes& routes,
   }
 }
 
-// Weight `column` of a row in fp32.
-__device__ __forceinline__ float plain_weight(const u8* weights, const u8* scales, const u8* zeros, int column) {
-  const u32 code = weights[column / 2] >> (column % 2 * 4) & 15;
+// Scale, in fp32, of column `column` of a row; value of a code there, without it.
+__device__ __forceinline__ float plain_scale(const u8* scales, int column) {
   if constexpr (IS_MXFP4) {
     const u32 byte = scales[column / 32];
-    const float scale = __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : byte << 23);
-    // An E2M1 code as fp32: its exponent and mantissa at the low end of fp32's, which 2^126 undoes.
-    return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * __uint_as_float(253u << 23) * scale;
-  } else {
-    const int group = GROUP_LOG == 31 ? 0 : column >> GROUP_LOG;
-    const int zero = MXK_ZEROS ? zeros[group] : 8, value = (MXK_FORMAT == 2 ? code ^ 8 : code) - zero;
-    return static_cast<float>(value) * load_float(scales, group, MXK_SCALES);
+    return __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : byte << 23);
   }
+  return load_float(scales, GROUP_LOG == 31 ? 0 : column >> GROUP_LOG, MXK_SCALES);
+}
+__device__ __forceinline__ float plain_value(u32 code, const u8* zeros, int column) {
+  // An E2M1 code as fp32: its exponent and mantissa at the low end of fp32's, which 2^126 undoes.
+  if constexpr (IS_MXFP4) return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * __uint_as_float(253u << 23);
+  const int zero = MXK_ZEROS ? zeros[GROUP_LOG == 31 ? 0 : column >> GROUP_LOG] : 8;
+  return static_cast<float>(static_cast<int>(MXK_FORMAT == 2 ? code ^ 8 : code) - zero);
 }
 
 // A product in plain fp32, by a warp: where an activation is infinite, which FP8 digits cannot say, or a sum overflowed.
@@ -91,11 +91,12 @@ __device__ __forceinline__ float plain_product(const Decode& p, const Source<P>&
   const u16* x = reinterpret_cast<const u16*>(activations<P>(p, route));
   float sum = 0.0f;
   for (int at = threadIdx.x & 31; at < P::BYTES * P::SLICES; at += 32) {
+    const float scale = plain_scale(scales, 2 * at);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       u16 value;  // volatile: as H was written by other blocks
       asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(value) : "l"(x + 2 * at + i) : "memory");
-      sum += plain_weight(weights, scales, zeros, 2 * at + i) * __uint_as_float(static_cast<u32>(value) << 16);
+      sum += plain_value(weights[at] >> (4 * i) & 15, zeros, 2 * at) * scale * __uint_as_float(static_cast<u32>(value) << 16);
     }
   }
 #pragma unroll

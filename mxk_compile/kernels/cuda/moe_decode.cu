@@ -1,20 +1,22 @@
-// Few tokens: a whole MXFP4 MoE layer in one launch, from the checkpoint's bytes.
+// Few tokens: a whole MXFP4 or INT4 MoE layer in one launch, or one INT4 projection, from the checkpoint's bytes.
 //
 //   H[r, i]   = bf16(activate(w13[gate(i)] . x[r / k] + bias, w13[up(i)] . x[r / k] + bias))   r = token * k + slot
 //   Y[r, n]   = (w2[n] . H[r] + bias) * router[r]                                              fp32
 //   out[t, n] = Y[t, 0, n] + Y[t, 1, n] + ...   in slot order, one rounding to bf16; with PER_ROUTE out[r, n] = Y[r, n]
 //
 // Launch contract (one module a shape; macros MXK_* and their defaults in decode.cuh)
-//   kernel      moe_decode(const __grid_constant__ Decode)
+//   kernel      moe_decode(const __grid_constant__ Decode); with MXK_PROJECT instead decode_project, out[r] = W[expert of r] . x
+//               for rows that routes, a caller's sorted list or counts of an expert name; others are not written
 //   grid        the multiprocessors of the device, one block each, all resident at once: launch cooperatively
 //   block       decode_threads, dynamic shared memory decode_shared bytes: device constants of the module, to be read back
 //   maps        tensor maps of the weights (kernels/cuda/maps.py), with boxes of the sizes that the module names
 //   workspace   h: T * k * I bf16, y: T * k * K fp32 (not with PER_ROUTE), both 16-byte aligned, any content
 //               counters: COUNTER_BYTES, zero before their first use and left alone between launches; launches that may
-//               overlap need their own
+//               overlap need their own. parts: decode_parts bytes, any content
 //   limits      T * k <= MXK_MAX_ROUTES; K, I multiples of 32; K up to 15360, for the counters. MXK_ALIGNED=1:
 //               weight rows on 16-byte boundaries, scale rows dense and every expert's scales on a 16-byte boundary.
-//               MXK_X_ALIGNED=1: rows of x on 16-byte boundaries. Otherwise 0: same results, slow copies.
+//               MXK_X_ALIGNED=1: rows of x on 16-byte boundaries. Otherwise 0: same results, slow copies. INT4: scales and
+//               zero points as of MXK_ALIGNED=1, the same kind in both weights
 //   ids         any integer type; outside [experts_min, experts_min + E) adds nothing, duplicates add; nothing is read
 //               by the host
 //
@@ -28,6 +30,13 @@
 // warps. Four warps add the consumers' sums in fixed order, apply bias, activation or router weight, and store; whoever stores
 // the last part of 16 output columns adds up the slots there.
 // Gate row i and up row i meet in one lane: the activation needs no exchange.
+//
+// INT4 keeps the blocks, their shares, the ring and the ends; what differs is in decode_int4.cuh. Its products are `mma.sync`
+// of a warp by itself: a tile is MXK_UNITS units, every warp of the consumers has a share of the columns of all of them,
+// and activations stay bf16, brought by the consumers when an expert begins. An expert's rows in shared memory are 2 bytes
+// a column and row, so that 8 of K = 7168 leave room for the ring, 16 do not: with MXK_SLICES blocks in a team each holds
+// one part of the columns for more rows, all go through the same units, and the first adds up what the others bring
+// through a small ring in the L2 (Slices in decode_finish.cuh). Teams are neighbours, so that a row is read at one time.
 // What binds: docs/performance/h200.md.
 #include "decode_finish.cuh"
 #if MXK_FORMAT
