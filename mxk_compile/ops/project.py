@@ -23,8 +23,8 @@ An expert outside [0, E) is none: such rows are of other ranks.
 Row r of `out` reads row r // top_k of x: top_k is k for gate and up, 1 for down, whose input is one row a route.
 All routing tensors stay on the device: nothing of them is read back.
 
-Sums are fp32, and `out` is rounded once. On CUDA, INT4 weights are rounded to bf16 before the products where experts have
-many rows; with few, and other weights, products are exact.
+Sums are fp32, and `out` is rounded once. On CUDA, INT4 weights are rounded to bf16 before the products where experts
+have many rows; with few, and with other weights, products are exact.
 """
 
 from __future__ import annotations

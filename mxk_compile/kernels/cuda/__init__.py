@@ -1,7 +1,7 @@
 """CUDA kernels of `mxk::moe` and `mxk::project` for Hopper: the checkpoint's bytes, compiled where they run.
 
-moe_decode.cu   few rows an expert: the layer, or an INT4 projection (decode_project.py), in one launch; maps.py describes
-                weights to its tensor copies, int4_splits.py reckons how INT4 is divided
+moe_decode.cu   few rows an expert: the layer, or an INT4 projection (decode_project.py), in one launch; maps.py
+                describes weights to its tensor copies, int4_splits.py reckons how INT4 is divided
 prefill.cu      many: tensor-core products of rows sorted by routing.cu
 build.py        sources to machine code; driver.py launches it; operands.py describes tensors to it
 grouped.py      `mxk::project`: one of those products by itself, rows brought by groups.cu

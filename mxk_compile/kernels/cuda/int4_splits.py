@@ -60,14 +60,14 @@ class Split:
     def product_us(self, likely: dict[int, float]) -> float:
         """Time of the product that tiles.py's costs are of, *modelled*, for experts with these likelihoods of rows.
 
-        Bytes at 0.9 of the card's rate for each `4 * column_tiles` rows of an expert, or shared memory's time where
-        that is longer, and what a launch costs.
+        Bytes for each `4 * column_tiles` rows of an expert, or shared memory's time where that is longer, and what a
+        launch costs.
         """
         passes = sum(part * math.ceil(rows / (4 * self.column_tiles)) for rows, part in likely.items())
         return (
             _LAUNCH_US
             + _SLICE_US * (self.slices - 1)
-            + passes * _FLOOR_US * max(1 / 0.9, self._shared_clocks / _CLOCKS)
+            + passes * _FLOOR_US * max(1 / _BYTES_AT_BEST, self._shared_clocks / (_SHARED_AT_BEST * _CLOCKS))
         )
 
     @property
@@ -131,12 +131,21 @@ def around(rows: float) -> dict[int, float]:
     return {math.ceil(rows): 0.9, math.ceil(1.3 * rows) + 1: 0.1}
 
 
+_BYTES_AT_BEST, _SHARED_AT_BEST = 0.9, 0.8  # of the card's rates
 _FLOOR_US = 184  # bytes of 48 experts' 4096 x 7168 weights at the card's rate
 _CLOCKS = 61.3  # in which a multiprocessor reads 16 rows of 32 columns, four times: 288 bytes each
 _SLICE_US = 2  # waiting for each other
 _LAUNCH_US = 12  # sorting, the first rows and the last wait
 SPLITS = (
-    *((2, 2, 1, 56), (2, 1, 1, 56), (4, 2, 1, 56), (4, 1, 1, 56), (4, 2, 2, 56), (4, 1, 2, 56), (4, 2, 4, 56)),
+    *(
+        (2, 2, 1, 56),
+        (2, 1, 1, 56),
+        (4, 2, 1, 56),
+        (4, 1, 1, 56),
+        (4, 2, 2, 56),
+        (4, 1, 2, 56),
+        (4, 2, 4, 56),
+    ),
     *((8, 2, 2, 56), (8, 2, 4, 28), (8, 1, 4, 56)),
 )
 """Column tiles, units, slices and chunk; of two that cost the same the earlier is taken."""
