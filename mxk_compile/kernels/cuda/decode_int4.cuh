@@ -155,7 +155,8 @@ __device__ __forceinline__ void multiply_batch(const LaneRows& at, u32 weights, 
       unpack_codes(load_shared_4(word), low);
       unpack_codes(load_shared_4(word + at.half_weights), high);
       float zero[2] = {1.0f, 1.0f};
-      // Products of steps that are not there are 0, whatever the slot holds; their scales might be NaN.
+      // Products of steps that are not there are 0, whatever the slot holds; their scales may be NaN, which would cost the
+      // product in plain fp32.
       const bool there = i < LEFT || !last;
       const float scale[2] = {there ? scales[u][0][i] : 0.0f, there ? scales[u][1][i] : 0.0f};
       if constexpr (MXK_ZEROS) {

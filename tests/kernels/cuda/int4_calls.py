@@ -41,7 +41,11 @@ def strange_ids(case: MoECase) -> MoECase:
 
 
 def infinite(case: MoECase) -> MoECase:
-    """Activations and scales that no finite sum is made of; tokens 0, 3 and 5 have finite ones."""
+    """Activations and scales that no finite sum is made of; tokens 0, 3 and 5 have finite activations."""
+    case.w13_scale[1, 5, 0], case.w2_scale[2, 4, 0] = (
+        torch.nan,
+        torch.inf,
+    )  # first of a row: others must not see it
     case.hidden_states[1, 7], case.hidden_states[2, 9] = torch.inf, -torch.inf
     case.hidden_states[4, 3], case.hidden_states[4, 5] = torch.nan, torch.inf
     return case
@@ -69,6 +73,7 @@ LAYERS: dict[str, tuple[str, Callable[..., MoECase]]] = {
         TWO_SLICES,
         functools.partial(layer, torch.float16, zero=True, row_order="up_gate"),
     ),
+    "zero points, ragged": (EIGHT, functools.partial(layer, zero=True, hidden_size=352, row_order="gate_up")),
     "two's complement": (EIGHT, functools.partial(layer, weight_format="int4", hidden_size=352, **GPT_OSS)),
     "many rows": (
         THIRTY_TWO,

@@ -71,11 +71,11 @@ def test_the_shape_of_kimi(num_tokens: int) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 def test_infinities_come_out_as_in_the_reference(split: str, force: Force) -> None:
     force(SPLITS[split])
-    case = infinite(layer(num_tokens=6, device="cuda"))
+    case = infinite(layer(num_tokens=6, hidden_size=640, intermediate_size=288, device="cuda"))
     result, expected = case.fused().float(), case.reference(round_intermediate=True).bfloat16().float()
     assert torch.equal(result.isnan(), expected.isnan())
     assert torch.equal(result.isinf(), expected.isinf())
-    assert result[[0, 3, 5]].isfinite().all()
+    assert 0 < int(expected.isfinite().sum()) < expected.numel()
 
 
 @pytest.mark.gpu
