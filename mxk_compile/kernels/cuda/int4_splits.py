@@ -6,8 +6,6 @@ import dataclasses
 import math
 
 SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of decode.cuh
-_GROUPS = 2  # warpgroups of consumers: each of their warps has a share of the columns
-_WARPS = 4 * _GROUPS
 _BATCH = 4  # steps, as `batch_of` of decode.cuh
 _FEWEST_STAGES = 3  # of the ring: a slot that is read, and two on their way
 _MOST_UNITS = 3  # warps of the epilogue, which have one each
@@ -35,6 +33,7 @@ class Split:
         slices: blocks that share a projection's columns.
         max_routes: of the lists.
         chunk: steps of 32 columns in a slot, about.
+        groups: warpgroups of consumers: each of their warps has a share of the columns.
     """
 
     column_tiles: int
@@ -42,6 +41,7 @@ class Split:
     slices: int
     max_routes: int = 256
     chunk: int = 56
+    groups: int = 2
 
     @classmethod
     def of(cls, macros: tuple[tuple[str, int], ...]) -> Split:
@@ -49,13 +49,13 @@ class Split:
         given = dict(macros)
         return cls(
             *(given.get("column_tiles", 1), given.get("units", 1), given.get("slices", 1)),
-            *(given.get("max_routes", 256), given.get("chunk", 56)),
+            *(given.get("max_routes", 256), given.get("chunk", 56), given.get("groups", 3)),
         )
 
     @property
     def macros(self) -> tuple[tuple[str, int], ...]:
         """As `Schedule` has them."""
-        return ("groups", _GROUPS), *vars(self).items()
+        return tuple(vars(self).items())
 
     def product_us(self, likely: dict[int, float]) -> float:
         """Time of the product that tiles.py's costs are of, *modelled*, for experts with these likelihoods of rows.
@@ -90,7 +90,7 @@ class Split:
             own, rest = divmod(weight.scale_bytes, slices)
             padded = own + 32 if rest == 0 and own % 16 == 0 else weight.scale_bytes
             scales = max(scales, 16 * self.units * (padded + weight.zero_bytes) + 256)
-        sums = _WARPS * self.units * 256 * self.column_tiles  # in two places if that fits
+        sums = 4 * self.groups * self.units * 256 * self.column_tiles  # in two places if that fits
         lists = 8 * num_experts + (6 if masked else 16) * self.max_routes + 24 * 4 * self.column_tiles + 1024
         return _FEWEST_STAGES * slot + rows + 2 * scales + sums + lists
 
