@@ -76,7 +76,7 @@ struct Decode {
   u8* out;  // bf16; of a layer contiguous
   u8* h;
   u8* y;
-  u8* parts;      // partial sums on their way between slices, PARTS_BYTES
+  u8* parts;      // partial sums on their way between slices, PARTS_BYTES of decode_slices.cuh
   u32* counters;  // from x, or two before it, to here addresses, which differ from call to call
   Operand w13, s13, b13;  // with row_step 1 and separate stacks: up rows are expert + up_expert
   Operand w2, s2, b2;
@@ -95,42 +95,38 @@ struct Decode {
 };
 
 constexpr int K = MXK_HIDDEN, I = MXK_INTER, E = MXK_EXPERTS, TOP_K = MXK_TOP_K, MAX_ROUTES = MXK_MAX_ROUTES;
-constexpr bool IS_INT4 = !IS_MXFP4;
-constexpr int CONSUMERS = 4 * MXK_GROUPS;                    // warps
-constexpr int SHARES = IS_INT4 ? CONSUMERS : MXK_GROUPS;     // of a slot's columns: a warp each, or a warpgroup
 constexpr int NT = MXK_COLUMN_TILES, ROWS = 4 * NT;
-// MXFP4: warp 0 copies, 1..3 make digits, 4..7 are the epilogue. INT4: 1..3 are the epilogue.
-constexpr int DIGIT_WARPS = IS_INT4 ? 0 : 3, EPILOGUE = IS_INT4 ? 3 : 4;
-constexpr int HELPERS = 1 + DIGIT_WARPS + EPILOGUE;
-constexpr int THREADS = (CONSUMERS + HELPERS) * 32;
-// Register counts are set by warpgroup and must fit what the launch gives: asking for more would wait for ever.
-constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int HELPER_REGISTERS = IS_INT4 ? 88 : 72;
-constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
 constexpr int COUNTERS_AT = 64;  // of 32 bits: before them the grid-wide barrier, then one a unit of output rows
 constexpr int COUNTER_BYTES = 4096;
 constexpr int SHARED_LIMIT = 232448;  // of a block
 enum ProjectKind { LAYER, ROUTES, SORTED, MASKED };
 constexpr ProjectKind PROJECT = static_cast<ProjectKind>(MXK_PROJECT);
-// After them the slices': of each team of blocks that share rows and each warp of the epilogue, how many parts each of
-// the others has brought and how many were taken.
-constexpr int FLAGS_AT = COUNTERS_AT + (PROJECT ? 0 : K / 16), MOST_BLOCKS = 148;
 static_assert(K % (PROJECT ? 16 : 32) == 0 && I % 32 == 0 && MAX_ROUTES % 8 == 0, "limits");
-static_assert(FLAGS_AT + (MXK_SLICES > 1 ? MOST_BLOCKS * EPILOGUE : 0) <= COUNTER_BYTES / 4, "counters");
+static_assert(PROJECT || COUNTERS_AT + K / 16 <= COUNTER_BYTES / 4, "counters");
 
 __host__ __device__ constexpr int round_up(int value, int step) { return (value + step - 1) / step * step; }
 __host__ __device__ constexpr int lesser(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int greater(int a, int b) { return a > b ? a : b; }
 
+#if MXK_FORMAT
+#include "decode_int4_layout.cuh"
+#else
+constexpr int SHARES = MXK_GROUPS;  // of a slot's columns, a warpgroup each
+constexpr int DIGIT_WARPS = 3, EPILOGUE = 4;  // warp 0 copies, 1..3 make digits, 4..7 are the epilogue
+constexpr int HELPERS = 1 + DIGIT_WARPS + EPILOGUE;
+constexpr int CONSUMERS = 4 * SHARES;  // warps
+constexpr int THREADS = (CONSUMERS + HELPERS) * 32;
+// Register counts are set by warpgroup and must fit what the launch gives: asking for more would wait for ever.
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+constexpr int HELPER_REGISTERS = 72;
+constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
 constexpr int CHUNK = MXK_CHUNK;
-constexpr int MOST_BOX = 1024;  // bytes of a row of a box
 
 // Work comes in units of 16 weight rows, a warp's part of a product; a tile is up to 4 of them, a warpgroup's.
-constexpr int UNIT = 16, TILE_UNITS = IS_INT4 ? MXK_UNITS : 4, TILE_ROWS = UNIT * TILE_UNITS;
+constexpr int UNIT = 16, TILE_UNITS = 4, TILE_ROWS = UNIT * TILE_UNITS;
 
 // Groups of 32 columns whose products are in flight together. What divides the groups spares the mask.
 __host__ __device__ constexpr int batch_of(int groups) {
-  if (IS_INT4) return lesser(groups, 4);  // whose scales are one load
   constexpr int most = NT > 1 ? 4 : 6;
   if (groups <= most) return groups;
   for (int batch = most; batch >= 4; --batch)
@@ -140,72 +136,56 @@ __host__ __device__ constexpr int batch_of(int groups) {
   return 4;
 }
 
-// One projection: COLUMNS of the dot product, of SLICES such parts; units of (gate, up) rows where PAIRS.
-template <int COLUMNS, bool PAIRS_, int OUTPUTS, int SLICES_ = 1>
+// One projection: COLUMNS of the dot product; units of (gate, up) rows where PAIRS.
+template <int COLUMNS, bool PAIRS_, int OUTPUTS>
 struct Projection {
   static constexpr bool PAIRS = PAIRS_;
-  static constexpr int SLICES = SLICES_;
+  static constexpr int SLICES = 1;  // blocks that share the columns
   static constexpr int UNIT_OUTPUTS = PAIRS ? 8 : 16, UNITS = OUTPUTS / UNIT_OUTPUTS;  // of an expert
   static constexpr int BYTES = COLUMNS / 2, GROUPS = COLUMNS / 32;
   static constexpr int BATCH = batch_of(GROUPS), BATCHES = (GROUPS + BATCH - 1) / BATCH;
-  // A slot holds a chunk of a tile's columns, about CHUNK * 16 bytes a row.
+  // A slot holds a chunk of a tile's columns, about 512 bytes a row.
   static constexpr int CHUNKS = (GROUPS + CHUNK - 1) / CHUNK;
   static constexpr int CHUNK_BATCHES = (BATCHES + CHUNKS - 1) / CHUNKS, CHUNK_GROUPS = CHUNK_BATCHES * BATCH;
   // An odd multiple of 16: eight rows' words of four lanes lie in different banks.
   static constexpr int STRIDE = CHUNK_GROUPS * 16 + (CHUNK_GROUPS % 2 ? 0 : 16);
-  static_assert(STRIDE <= MOST_BOX, "a slot's rows");
   static constexpr int SLOT = TILE_ROWS * STRIDE;
-  // Scales of a tile: copied as they lie in memory, whole rows, to a place that starts up to 15 bytes early. Row by row, and
-  // padded, where they would lie in the same banks; then those of this slice. Zero points: whole always.
+  // Scales of a tile: copied as they lie in memory, whole, to a place that starts up to 15 bytes early. Row by row, and
+  // padded, where they would lie in the same banks.
   static constexpr bool SEPARATE = PAIRS && !MXK_INTERLEAVED, PAIRED = PAIRS && MXK_INTERLEAVED;
-  static constexpr int ROW_SCALES = GROUP_LOG == 31 ? 1 : COLUMNS * SLICES >> GROUP_LOG;
-  static constexpr int PADDED_ROW = GROUP_LOG == 31 || COLUMNS % (1 << GROUP_LOG % 31) ? 1 : (COLUMNS >> GROUP_LOG) * SCALE_BYTES;
-  static constexpr bool PADDED = PADDED_ROW % 16 == 0 && PADDED_ROW + 16 <= MOST_BOX;
-  static constexpr int SCALE_ROW = PADDED ? PADDED_ROW : ROW_SCALES * SCALE_BYTES;
-  static constexpr int SCALE_STRIDE = !PADDED ? SCALE_ROW : IS_MXFP4 ? SCALE_ROW + 16 : (SCALE_ROW / 16 | 1) * 16;
-  static constexpr int HALF_SCALES = round_up(TILE_ROWS / 2 * SCALE_ROW + 15, 16);
-  static constexpr int ZEROS = round_up(PADDED ? TILE_ROWS * SCALE_STRIDE : 2 * HALF_SCALES, 16);  // where they are
-  static constexpr int HALF_ZEROS = round_up(TILE_ROWS / 2 * ROW_SCALES + 15, 16);
-  static constexpr int SCALES = round_up(ZEROS + (MXK_ZEROS ? 2 * HALF_ZEROS : 0), 128);
+  static constexpr bool PADDED = GROUPS % 16 == 0;
+  static constexpr int SCALE_ROW = GROUPS;  // bytes
+  static constexpr int SCALE_STRIDE = PADDED ? GROUPS + 16 : GROUPS;
+  static constexpr int HALF_SCALES = round_up(TILE_ROWS / 2 * GROUPS + 15, 16);
+  static constexpr int SCALES = round_up(PADDED ? TILE_ROWS * SCALE_STRIDE : 2 * HALF_SCALES, 128);
   // Fragment row g + 8 * half of a unit, as a row of its slot. Where gate and up rows alternate, they come in the order of
   // memory; upper lanes swap their two, so that eight rows at a time lie in different banks.
   __device__ static constexpr int slot_row(int g, int half) { return PAIRED ? 2 * g + (half ^ g >> 2) : g + 8 * half; }
   __device__ static u32 scale_at(int unit, int g, int half) {
     if (PADDED) return (UNIT * unit + slot_row(g, half)) * SCALE_STRIDE;
-    if (SEPARATE) return half * HALF_SCALES + (8 * unit + g) * SCALE_ROW;
-    return (UNIT * unit + slot_row(g, half)) * SCALE_ROW;
-  }
-  __device__ static u32 zero_at(int unit, int g, int half) {
-    return SEPARATE ? half * HALF_ZEROS + (8 * unit + g) * ROW_SCALES : (UNIT * unit + slot_row(g, half)) * ROW_SCALES;
+    if (SEPARATE) return half * HALF_SCALES + (8 * unit + g) * GROUPS;
+    return (UNIT * unit + slot_row(g, half)) * GROUPS;
   }
   // Distance of a tile's scales from the 16-byte boundary that their copy starts on.
   __device__ static u32 skew(int first_unit) {
-    return MXK_ALIGNED && !PADDED ? (static_cast<u32>(first_unit) * (SEPARATE ? 8 : UNIT) * SCALE_ROW) & 15 : 0;
+    return MXK_ALIGNED && !PADDED ? (static_cast<u32>(first_unit) * (SEPARATE ? 8 : UNIT) * GROUPS) & 15 : 0;
   }
-  __device__ static u32 zero_skew(int first_unit) { return (static_cast<u32>(first_unit) * (SEPARATE ? 8 : UNIT) * ROW_SCALES) & 15; }
-  // Of a column block: two digits, or bf16 and a sum of each group, a value.
-  static constexpr int DIGITS = round_up(BATCHES * BATCH * (IS_INT4 ? 272 : 256) * NT, 128);
+  static constexpr int DIGITS = BATCHES * BATCH * 256 * NT;  // of a column block
 };
-// Of the down projection only where there are no others: a projection by itself.
-using GateUp = Projection<PROJECT ? 32 : K / MXK_SLICES, true, PROJECT ? 8 : I, PROJECT ? 1 : MXK_SLICES>;
-using Down = Projection<PROJECT ? I / MXK_SLICES : I, false, K, PROJECT ? MXK_SLICES : 1>;
-static_assert(MXK_SLICES == 1 || (IS_INT4 && (PROJECT ? I : K) % (32 * MXK_SLICES) == 0), "slices");
+using GateUp = Projection<K, true, I>;
+using Down = Projection<I, false, K>;
 
 constexpr int SLOT = greater(GateUp::SLOT, Down::SLOT);
 constexpr int SCALES = greater(GateUp::SCALES, Down::SCALES);
 constexpr int DIGITS = greater(GateUp::DIGITS, Down::DIGITS);
-constexpr int SUM = NT * 256, SUM_SET = SHARES * TILE_UNITS * SUM;  // partial sums: of a unit; of a tile
-// Of column blocks expert, first row and rows; then of routes.
-constexpr int LIST_BYTES = (PROJECT == MASKED ? 3 : 6) * 2 * MAX_ROUTES, ROUTER_BYTES = PROJECT ? 0 : 4 * MAX_ROUTES;
-constexpr int LISTS = round_up(4 * E, 16) * 2 + LIST_BYTES + ROUTER_BYTES + 16;
+constexpr int SUM = NT * 256, SUM_SET = SHARES * TILE_UNITS * SUM, SUM_STAGES = 2;  // partial sums: of a unit; of a tile
+constexpr int LISTS = round_up(4 * E, 16) * 2 + 6 * 2 * MAX_ROUTES + 4 * MAX_ROUTES + 16;
 constexpr int BARRIERS = 256;
-constexpr int SUM_STAGES =
-    IS_INT4 && 2 * SUM_SET + LISTS + BARRIERS + 2 * ROWS * 12 + 128 + 2 * SCALES + DIGITS + 3 * SLOT > SHARED_LIMIT ? 1 : 2;
 constexpr int OTHERS = SUM_STAGES * SUM_SET + LISTS + BARRIERS + 2 * ROWS * 12 + 128;
 constexpr int SCALE_STAGES = OTHERS + 3 * SCALES + DIGITS + 2 * SLOT <= SHARED_LIMIT ? 3 : 2;
 constexpr int REST = OTHERS + SCALE_STAGES * SCALES;
-constexpr int BUFFERS = IS_INT4 ? 1 : MXK_BUFFERS ? MXK_BUFFERS : REST + 2 * DIGITS + 3 * SLOT <= SHARED_LIMIT ? 2 : 1;
-constexpr int STAGES = MXK_STAGES ? MXK_STAGES : lesser(IS_INT4 ? 6 : 3, (SHARED_LIMIT - REST - BUFFERS * DIGITS) / SLOT);
+constexpr int BUFFERS = MXK_BUFFERS ? MXK_BUFFERS : REST + 2 * DIGITS + 3 * SLOT <= SHARED_LIMIT ? 2 : 1;
+constexpr int STAGES = MXK_STAGES ? MXK_STAGES : lesser(3, (SHARED_LIMIT - REST - BUFFERS * DIGITS) / SLOT);
 constexpr int AT_DIGITS = STAGES * SLOT;
 constexpr int AT_SCALES = AT_DIGITS + BUFFERS * DIGITS;
 constexpr int AT_SUMS = AT_SCALES + SCALE_STAGES * SCALES;
@@ -215,11 +195,10 @@ constexpr int AT_LARGEST = AT_FACTORS + BUFFERS * ROWS * 8;  // [BUFFERS][ROWS]
 constexpr int AT_COUNTS = AT_LARGEST + BUFFERS * ROWS * 4;
 constexpr int AT_OFFSETS = AT_COUNTS + round_up(4 * E, 16);
 constexpr int AT_LISTS = AT_OFFSETS + round_up(4 * E, 16);
-constexpr int AT_ROUTER = AT_LISTS + LIST_BYTES;  // fp32
-constexpr int AT_END = AT_ROUTER + ROUTER_BYTES;
+constexpr int AT_ROUTER = AT_LISTS + 6 * 2 * MAX_ROUTES;  // fp32
+constexpr int AT_END = AT_ROUTER + 4 * MAX_ROUTES;
 constexpr int SHARED = round_up(AT_END + 16, 128);
-// Parts in flight between slices, of a warp of the epilogue, before it waits for them to be taken.
-constexpr int PARTS_IN_FLIGHT = 16, PARTS_BYTES = MXK_SLICES > 1 ? MOST_BLOCKS * EPILOGUE * PARTS_IN_FLIGHT * SUM : 0;
+constexpr int FLAGS_AT = 0, PARTS_IN_FLIGHT = 1, PARTS_BYTES = 0;  // no slices
 static_assert(STAGES >= 2 && SHARED <= SHARED_LIMIT, "shared memory of a block");
 
 // The barriers of a block: full and empty of each ring.
@@ -227,6 +206,7 @@ constexpr int AT_SLOT_FULL = 0, AT_SLOT_EMPTY = AT_SLOT_FULL + 8 * STAGES, AT_SC
 constexpr int AT_DIGITS_FULL = AT_SCALES_EMPTY + 8 * SCALE_STAGES, AT_DIGITS_EMPTY = AT_DIGITS_FULL + 8 * BUFFERS;
 constexpr int AT_SUMS_FULL = AT_DIGITS_EMPTY + 8 * BUFFERS, AT_SUMS_EMPTY = AT_SUMS_FULL + 8 * SUM_STAGES;
 static_assert(AT_SUMS_EMPTY + 8 * SUM_STAGES <= BARRIERS, "barriers");
+#endif
 
 extern "C" {
 __device__ __constant__ extern const int decode_threads = THREADS;

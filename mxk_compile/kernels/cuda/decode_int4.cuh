@@ -15,7 +15,7 @@
 #include "decode_ring.cuh"
 
 constexpr int MMA_TILES = NT / 2;  // of 8 rows of an expert
-static_assert(!IS_INT4 || NT % 2 == 0, "rows of an expert come in eights");
+static_assert(NT % 2 == 0, "rows of an expert come in eights");
 constexpr u32 TWO_100 = 0x71807180u, TWO_96 = 0x6F806F80u;  // twice in bf16
 constexpr float TWO_33 = 8589934592.0f;
 

@@ -141,17 +141,19 @@ __device__ __forceinline__ void copy_scales(const Source<P>& from, int first, in
     copy_streamed(to + lane * P::HALF_SCALES, from.scales(lane) + from.row(first, 0, lane) * P::SCALE_ROW - skew,
                   whole_bytes<P>(units, P::SCALE_ROW, skew), barrier, policy);
   }
-  if (MXK_ZEROS && lane < (P::SEPARATE ? 2 : 1)) {
+  if constexpr (MXK_ZEROS) {
     const u32 skew = P::zero_skew(first);
-    copy_streamed(to + P::ZEROS + lane * P::HALF_ZEROS, from.zeros(lane) + from.row(first, 0, lane) * P::ROW_SCALES - skew,
-                  whole_bytes<P>(units, P::ROW_SCALES, skew), barrier, policy);
+    if (lane < (P::SEPARATE ? 2 : 1))
+      copy_streamed(to + P::ZEROS + lane * P::HALF_ZEROS, from.zeros(lane) + from.row(first, 0, lane) * P::ROW_SCALES - skew,
+                    whole_bytes<P>(units, P::ROW_SCALES, skew), barrier, policy);
   }
 }
 template <class P>
 __device__ __forceinline__ u32 scale_bytes(int first, int units) {
   constexpr int HALVES = P::SEPARATE ? 2 : 1;
-  const u32 scales = P::PADDED ? units * UNIT * P::SCALE_STRIDE : HALVES * whole_bytes<P>(units, P::SCALE_ROW, P::skew(first));
-  return scales + (MXK_ZEROS ? HALVES * whole_bytes<P>(units, P::ROW_SCALES, P::zero_skew(first)) : 0);
+  u32 bytes = P::PADDED ? units * UNIT * P::SCALE_STRIDE : HALVES * whole_bytes<P>(units, P::SCALE_ROW, P::skew(first));
+  if constexpr (MXK_ZEROS) bytes += HALVES * whole_bytes<P>(units, P::ROW_SCALES, P::zero_skew(first));
+  return bytes;
 }
 
 // Without bulk copies: a byte a lane.

@@ -36,7 +36,7 @@
 // and activations stay bf16, brought by the consumers when an expert begins. An expert's rows in shared memory are 2 bytes
 // a column and row, so that 8 of K = 7168 leave room for the ring, 16 do not: with MXK_SLICES blocks in a team each holds
 // one part of the columns for more rows, all go through the same units, and the first adds up what the others bring
-// through a small ring in the L2 (Slices in decode_finish.cuh). Teams are neighbours, so that a row is read at one time.
+// through a small ring in the L2 (decode_slices.cuh). Teams are neighbours, so that a row is read at one time.
 // What binds: docs/performance/h200.md.
 #include "decode_finish.cuh"
 #if MXK_FORMAT
