@@ -26,7 +26,7 @@
 #define MXK_COLUMN_TILES 1  // rows of an expert taken at once, in fours
 #endif
 #ifndef MXK_CHUNK
-#define MXK_CHUNK (MXK_FORMAT ? 56 : 32)  // groups of 32 columns in a slot, about; a box of 63 is the widest
+#define MXK_CHUNK (MXK_FORMAT ? 64 : 32)  // groups of 32 columns in a slot, about
 #endif
 #ifndef MXK_UNITS
 #define MXK_UNITS 1  // INT4: units of 16 rows in a slot
@@ -149,6 +149,7 @@ struct Projection {
   static constexpr int CHUNK_BATCHES = (BATCHES + CHUNKS - 1) / CHUNKS, CHUNK_GROUPS = CHUNK_BATCHES * BATCH;
   // An odd multiple of 16: eight rows' words of four lanes lie in different banks.
   static constexpr int STRIDE = CHUNK_GROUPS * 16 + (CHUNK_GROUPS % 2 ? 0 : 16);
+  static constexpr int WORD = 4;  // bytes of a box's elements
   static constexpr int SLOT = TILE_ROWS * STRIDE;
   // Scales of a tile: copied as they lie in memory, whole, to a place that starts up to 15 bytes early. Row by row, and
   // padded, where they would lie in the same banks.

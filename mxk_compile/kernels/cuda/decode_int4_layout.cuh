@@ -17,7 +17,7 @@ constexpr int FLAGS_AT = COUNTERS_AT + (PROJECT ? 0 : K / 16), MOST_BLOCKS = 148
 static_assert(FLAGS_AT + (MXK_SLICES > 1 ? MOST_BLOCKS * EPILOGUE : 0) <= COUNTER_BYTES / 4, "counters");
 
 constexpr int CHUNK = MXK_CHUNK;
-constexpr int MOST_BOX = 1024;  // bytes of a row of a box
+constexpr int MOST_BOX = 1024;  // bytes of a row of a box of 32-bit elements
 
 // Work comes in units of 16 weight rows, a warp's part of a product; a tile is up to 4 of them, a warpgroup's.
 constexpr int UNIT = 16, TILE_UNITS = MXK_UNITS, TILE_ROWS = UNIT * TILE_UNITS;
@@ -35,7 +35,8 @@ struct Projection {
   static constexpr int CHUNK_BATCHES = (BATCHES + CHUNKS - 1) / CHUNKS, CHUNK_GROUPS = CHUNK_BATCHES * BATCH;
   // An odd multiple of 16: eight rows' words of four lanes lie in different banks.
   static constexpr int STRIDE = CHUNK_GROUPS * 16 + (CHUNK_GROUPS % 2 ? 0 : 16);
-  static_assert(STRIDE <= MOST_BOX, "a slot's rows");
+  static constexpr int WORD = STRIDE > MOST_BOX ? 8 : 4;  // bytes of a box's elements
+  static_assert(STRIDE <= 2 * MOST_BOX, "a row of a box");
   static constexpr int SLOT = TILE_ROWS * STRIDE;
   // Scales of a tile: copied as they lie in memory, whole rows, to a place that starts up to 15 bytes early. Row by row, and
   // padded, where they would lie in the same banks; then those of this slice. Zero points: whole always.

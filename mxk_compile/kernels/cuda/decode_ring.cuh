@@ -192,8 +192,8 @@ __device__ __forceinline__ void copy_rows(const Decode& p, const Routes& routes,
           barrier_arrive_expect(full, walk.count * UNIT * P::STRIDE + (chunk == 0 ? scale_bytes<P>(walk.first, walk.count) : 0));
         __syncwarp();
         if (chunk == 0) copy_scales<P>(from, walk.first, walk.count, scales, full, policy);
-        copy_units<P>(from, false, walk.first, walk.count, slice_of<P>() * (P::BYTES / 4) + chunk * P::CHUNK_GROUPS * 4, slot,
-                      P::STRIDE, full, policy);
+        copy_units<P>(from, false, walk.first, walk.count,
+                      slice_of<P>() * (P::BYTES / P::WORD) + chunk * P::CHUNK_GROUPS * (16 / P::WORD), slot, P::STRIDE, full, policy);
       } else {
         copy_slowly<P>(from, walk.first, walk.count, chunk, groups, slot, scales);
         __syncwarp();

@@ -40,7 +40,7 @@ class Split:
     units: int
     slices: int
     max_routes: int = 256
-    chunk: int = 56
+    chunk: int = 64
     groups: int = 2
 
     @classmethod
@@ -49,7 +49,7 @@ class Split:
         given = dict(macros)
         return cls(
             *(given.get("column_tiles", 1), given.get("units", 1), given.get("slices", 1)),
-            *(given.get("max_routes", 256), given.get("chunk", 56), given.get("groups", 3)),
+            *(given.get("max_routes", 256), given.get("chunk", 64), given.get("groups", 3)),
         )
 
     @property
@@ -137,16 +137,8 @@ _CLOCKS = 61.3  # in which a multiprocessor reads 16 rows of 32 columns, four ti
 _SLICE_US = 2  # waiting for each other
 _LAUNCH_US = 12  # sorting, the first rows and the last wait
 SPLITS = (
-    *(
-        (2, 2, 1, 56),
-        (2, 1, 1, 56),
-        (4, 2, 1, 56),
-        (4, 1, 1, 56),
-        (4, 2, 2, 56),
-        (4, 1, 2, 56),
-        (4, 2, 4, 56),
-    ),
-    *((8, 2, 2, 56), (8, 2, 4, 28), (8, 1, 4, 56)),
+    *((2, 2, 1, 64), (2, 1, 1, 64), (4, 2, 1, 64), (4, 1, 1, 64)),
+    *((4, 2, 2, 64), (4, 1, 2, 64), (4, 2, 4, 64), (8, 2, 2, 64), (8, 2, 4, 28), (8, 1, 4, 64)),
 )
 """Column tiles, units, slices and chunk; of two that cost the same the earlier is taken."""
 
