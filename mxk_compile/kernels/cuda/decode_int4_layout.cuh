@@ -82,13 +82,20 @@ constexpr int SUM = NT * 256, SUM_SET = SHARES * TILE_UNITS * SUM;  // partial s
 constexpr int LIST_BYTES = (PROJECT == MASKED ? 3 : 6) * 2 * MAX_ROUTES, ROUTER_BYTES = PROJECT ? 0 : 4 * MAX_ROUTES;
 constexpr int LISTS = round_up(4 * E, 16) * 2 + LIST_BYTES + ROUTER_BYTES + 16;
 constexpr int BARRIERS = 256;
-constexpr int SUM_STAGES =
-    2 * SUM_SET + LISTS + BARRIERS + 128 + 2 * SCALES + DIGITS + 3 * SLOT > SHARED_LIMIT ? 1 : 2;
-constexpr int OTHERS = SUM_STAGES * SUM_SET + LISTS + BARRIERS + 128;
-constexpr int SCALE_STAGES = OTHERS + 3 * SCALES + DIGITS + 2 * SLOT <= SHARED_LIMIT ? 3 : 2;
-constexpr int REST = OTHERS + SCALE_STAGES * SCALES;
-constexpr int BUFFERS = 1;
-constexpr int STAGES = MXK_STAGES ? MXK_STAGES : lesser(6, (SHARED_LIMIT - REST - BUFFERS * DIGITS) / SLOT);
+// A ring of `stages` slots wants scales of the tile that is read and of those that the other slots belong to.
+constexpr int CHUNKS = PROJECT ? Down::CHUNKS : lesser(GateUp::CHUNKS, Down::CHUNKS);
+__host__ __device__ constexpr int scale_stages(int stages) { return 1 + (stages - 1 + CHUNKS - 1) / CHUNKS; }
+__host__ __device__ constexpr int ring_bytes(int stages) { return stages * SLOT + scale_stages(stages) * SCALES; }
+constexpr int FIXED = LISTS + BARRIERS + DIGITS + 128;
+constexpr int FEWEST_STAGES = 3;  // a slot that is read, and two on their way
+constexpr int SUM_STAGES = 2 * SUM_SET + FIXED + ring_bytes(FEWEST_STAGES) > SHARED_LIMIT ? 1 : 2;
+__host__ __device__ constexpr int most_stages() {
+  int stages = 6;
+  while (stages > 2 && SUM_STAGES * SUM_SET + FIXED + ring_bytes(stages) > SHARED_LIMIT) --stages;
+  return stages;
+}
+constexpr int STAGES = MXK_STAGES ? MXK_STAGES : most_stages();
+constexpr int SCALE_STAGES = scale_stages(STAGES), BUFFERS = 1;
 constexpr int AT_DIGITS = STAGES * SLOT;
 constexpr int AT_SCALES = AT_DIGITS + BUFFERS * DIGITS;
 constexpr int AT_SUMS = AT_SCALES + SCALE_STAGES * SCALES;

@@ -79,12 +79,14 @@ class Split:
     def shared_bytes(self, weights: tuple[Weight, ...], num_experts: int, masked: bool) -> int:
         """Shared memory of a block, at most, with a ring of `_FEWEST_STAGES`: as decode.cuh divides it."""
         slot = rows = scales = 0
+        chunks = _FEWEST_STAGES
         for weight in weights:
             slices = self.slices if weight.sliced else 1
             steps = weight.columns // slices // 32
             batch = min(steps, _BATCH)
             batches = -(-steps // batch)
-            chunk = -(-batches // -(-steps // self.chunk)) * batch
+            parts = -(-steps // self.chunk)
+            chunk, chunks = -(-batches // parts) * batch, min(chunks, parts)
             slot = max(slot, 16 * self.units * 16 * (chunk | 1))
             rows = max(rows, batches * batch * 272 * self.column_tiles + 128)
             own, rest = divmod(weight.scale_bytes, slices)
@@ -92,7 +94,8 @@ class Split:
             scales = max(scales, 16 * self.units * (padded + weight.zero_bytes) + 256)
         sums = 4 * self.groups * self.units * 256 * self.column_tiles  # in two places if that fits
         lists = 8 * num_experts + (6 if masked else 16) * self.max_routes + 24 * 4 * self.column_tiles + 1024
-        return _FEWEST_STAGES * slot + rows + 2 * scales + sums + lists
+        scale_stages = 1 + math.ceil((_FEWEST_STAGES - 1) / chunks)
+        return _FEWEST_STAGES * slot + rows + scale_stages * scales + sums + lists
 
     def fits(self, weights: tuple[Weight, ...], num_experts: int, masked: bool = False) -> bool:
         """Whether the kernel can be compiled with this split."""

@@ -12,7 +12,6 @@ from mxk_compile.kernels.cuda import build, maps
 from mxk_compile.kernels.cuda.maps import MAP_BYTES, Matrix
 from mxk_compile.kernels.cuda.operands import operand
 
-
 WIDE_WORDS = 256  # of 8 bytes, in a row of the test whose box is too wide for words of 4
 
 
