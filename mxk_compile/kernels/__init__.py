@@ -131,9 +131,19 @@ def _enter(op: str, device: str, kernels: Any) -> Callable[..., Tensor]:
             return _prepare(kernels, known, key, (x, ids, router, w13, s13, w2, s2, *more), attributes)
         return call(x, ids, router)
 
-    library.impl(op, functools.partial(run, own), device)
-    library.impl(op, run, f"Autograd{device}", with_keyset=True)
-    return functools.partial(run, None)
+    def learn(key: Any, *args: Any, **attributes: Any) -> Tensor:
+        return _prepare(kernels, known, key, args, attributes)
+
+    ways: list[Callable[..., Tensor]] = [functools.partial(run, own), run, functools.partial(run, None)]
+    if not on_cuda:
+        keysets = None, (below, plain, torch._C._any_requires_grad), None
+        ways = [
+            cpu.entry(known, learn, way, given, lists=not stacked)
+            for way, given in zip(ways, keysets, strict=True)
+        ]
+    library.impl(op, ways[0], device)
+    library.impl(op, ways[1], f"Autograd{device}", with_keyset=True)
+    return ways[2]
 
 
 moe_cpu = _enter("moe", "CPU", cpu)
