@@ -1,0 +1,154 @@
+"""Implementations of a layer by turns, a process each: they share neither threads nor memory, but the machine's time.
+
+In one process the thread pools of two libraries would be in each other's way: a pool that has just worked spins for a
+while, on a core that the next one needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxk_compile.bench import cases, implementations
+from mxk_compile.bench.implementations import Implementation
+from mxk_compile.bench.points import Point
+from mxk_compile.errors import KernelError
+from mxk_compile.kernels import cpu
+from mxk_compile.testing import MoECase, random_layer
+from mxk_compile.variants import VARIANTS
+
+OURS = "mxk"
+_TURN_SECONDS, _MOST_CALLS = 0.1, 4  # of the timed calls of a turn
+_WAIT_SECONDS = 5.0
+
+
+class Gone(Exception):
+    """A participant cannot take part, or its process has ended: why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a process is to run.
+
+    Attributes:
+        name: "mxk ISA" or "mxk ISA:ROWS", ROWS being those from which an expert takes the tile unit; or a peer's module.
+        point: the first call; of others, only tokens may differ.
+        copies: of the layer, used in turn.
+        threads: of the CPU.
+        cpu_time: counts CPU time of all threads instead of wall time.
+    """
+
+    name: str
+    point: Point
+    copies: int
+    threads: int
+    cpu_time: bool = False
+
+
+class Participant:
+    """An implementation in a process of its own, which is idle between turns; raises Gone where that is not possible."""
+
+    def __init__(self, setup: Setup) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_take_part, args=(theirs, setup), daemon=True)
+        self._process.start()
+        theirs.close()
+        try:
+            self.name, self.version = self._answer()
+        except Gone:
+            self.close()
+            raise
+
+    def first_call(self, point: Point) -> Tensor:
+        """Takes up another point; the result of its first call, fp32."""
+        self._connection.send(point)
+        return torch.from_numpy(self._answer())
+
+    def turn(self) -> list[float]:
+        """A call to warm up, then some that are timed: their seconds."""
+        self._connection.send(None)
+        seconds: list[float] = self._answer()
+        return seconds
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._connection.close()
+        self._process.join(_WAIT_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+
+    def _answer(self) -> Any:
+        try:
+            answer = self._connection.recv()
+        except EOFError:
+            self._process.join(_WAIT_SECONDS)
+            raise Gone(f"its process has ended with {self._process.exitcode}") from None
+        if isinstance(answer, Exception):
+            raise Gone(str(answer))
+        return answer
+
+
+def _take_part(connection: Connection, setup: Setup) -> None:
+    torch.set_num_threads(setup.threads)
+    clock = time.process_time if setup.cpu_time else time.perf_counter
+    with torch.inference_mode():
+        try:
+            implementation, layers = _prepared(setup)
+        except (KernelError, Gone) as error:
+            connection.send(Gone(str(error)))
+            return
+        name = setup.name if setup.name.startswith(OURS) else implementation.kernel
+        connection.send((name, implementation.version))
+        step = 0
+        while True:
+            try:
+                point = connection.recv()
+            except EOFError:
+                return
+            if point is not None:
+                rotation = cases.rotation(point, layers, cases.cache_bytes("cpu"), chain=1)
+                x, ids, weights = rotation.layers[0].routing
+                connection.send(implementation.layers[0](x, ids, weights).float().numpy())
+                continue
+            seconds: list[float] = []
+            wanted = 0
+            while len(seconds) <= wanted:
+                layer, ids = rotation.calls[step % len(rotation.calls)]
+                step += 1
+                start = clock()
+                implementation.layers[layer](x, ids, weights)
+                seconds.append(clock() - start)
+                wanted = wanted or min(_MOST_CALLS, max(1, int(_TURN_SECONDS / max(seconds[0], 1e-9))))
+            connection.send(seconds[1:])
+
+
+def _prepared(setup: Setup) -> tuple[Implementation, list[MoECase]]:
+    """The implementation, and the layers without memory for their weights: it holds what it needs."""
+    ours, _, isa = setup.name.partition(" ")
+    if ours == OURS:
+        name, _, rows = isa.partition(":")
+        library = cpu._library()
+        if library.mxk_cpu_select(name.encode()):
+            raise Gone("not here")
+        library.mxk_cpu_matrix_rows(ctypes.c_int64(int(rows or 0)))
+    variant, point = VARIANTS[setup.point.variant], setup.point
+    layers = [random_layer(variant, point.num_experts, seed, "cpu") for seed in range(setup.copies)]
+    rotation = cases.rotation(point, layers, cases.cache_bytes("cpu"), chain=1)
+    implementation = implementations.make("fused" if ours == OURS else setup.name, rotation.layers)
+    return implementation, [_hollow(layer) for layer in layers]
+
+
+def _hollow(layer: MoECase) -> MoECase:
+    def shape_of(tensor: Tensor) -> Tensor:
+        return tensor.new_empty(()).expand(tensor.shape)
+
+    weights = ("w13", "w13_scale", "w2", "w2_scale")
+    return dataclasses.replace(layer, **{name: shape_of(getattr(layer, name)) for name in weights})
