@@ -160,10 +160,11 @@ def _asm(inside: str, given: str, place: object) -> str:
     before, number = [], 0
     for is_input, section in enumerate(sections[:2]):
         for operand in filter(None, _split(section, ",")):
-            match = re.match(r'"([^"]*)"\s*\((.*)\)$', operand, re.DOTALL)
+            match = re.match(r'((?:"[^"]*"\s*)+)\((.*)\)$', operand, re.DOTALL)
             if match is None:
                 raise TranslationError(f"{place()}: asm operand {operand!r} is not emulated")
-            before.append(_operand(match.group(1), " ".join(match.group(2).split()), number, bool(is_input)))
+            constraint, expression = re.sub(r'["\s]', "", match.group(1)), " ".join(match.group(2).split())
+            before.append(_operand(constraint, expression, number, bool(is_input)))
             number += 1
     try:
         return f"{{ {' '.join(before)} {_body(text)} }}"

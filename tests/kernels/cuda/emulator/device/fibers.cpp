@@ -23,6 +23,11 @@ struct Launch {
   void (*run)(const void*);
   const u8* argument;
 };
+struct Transfer {
+  Block* block;
+  const Fiber* ordered;  // null: any
+  std::function<void()> end;
+};
 Launch launch;
 std::string error;
 jmp_buf main_context;
@@ -52,6 +57,7 @@ void end_transfer() {
         break;
       }
   const auto end = std::move(chosen->end);
+  --chosen->block->transfers;
   transfers.erase(chosen);
   ++progress;
   end();
@@ -141,6 +147,7 @@ void finish(Fiber& fiber) {
   if (--block.live == 0) {
     if (launch.overlap && !block.grid_waited)
       fail("block %u has ended without griddepcontrol.wait, which its launch relies on", block.index);
+    if (block.transfers != 0) fail("block %u has ended before %u copies to its shared memory", block.index, block.transfers);
     munmap(block.memory, SHARED_BYTES);
     block.memory = nullptr;
     if (started_blocks < launch.blocks) start_block(started_blocks++);  // not on this stack
@@ -267,9 +274,11 @@ u64 poll(const void* address, u64 value) {
   return value;
 }
 
-void start_transfer(const void* ordered, std::function<void()> end) {
+void start_transfer(bool ordered, std::function<void()> end) {
+  Fiber& fiber = self();
   ++progress;
-  transfers.push_back({ordered, std::move(end)});
+  ++fiber.owner->transfers;
+  transfers.push_back({fiber.owner, ordered ? &fiber : nullptr, std::move(end)});
 }
 
 void grid_waited() { self().owner->grid_waited = true; }

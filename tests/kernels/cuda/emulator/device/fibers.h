@@ -68,6 +68,7 @@ struct Block {
   u32 free_registers = 0;
   Fibers want_registers;
   bool grid_waited = false;
+  u32 transfers = 0;  // under way
 };
 
 struct Fiber : Thread {
@@ -106,13 +107,11 @@ void wake(Fibers& waiting);                 // all of them
 void maybe_pause();                         // in random order, now and then
 u32 random_below(u32 limit);
 
-struct Transfer {
-  const void* ordered;  // those of one thread end in order; null: any
-  std::function<void()> end;
-};
-void start_transfer(const void* ordered, std::function<void()> end);
+// `end` runs at some later moment; those of one thread that are `ordered` run in order.
+void start_transfer(bool ordered, std::function<void()> end);
 
 void poison(u8* memory, u64 bytes);
+u8* locate(u32 address, u32 bytes, u32 alignment);  // `shared`, which notes no caller
 Mbarrier& mbarrier_at(Block& block, u32 address);
 void mbarrier_progress(Mbarrier& barrier);
 void run_copies(Block& block, u32 thread, const std::vector<Copy>& copies);

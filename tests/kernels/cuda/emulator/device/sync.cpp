@@ -8,8 +8,12 @@ void poison(u8* memory, u64 bytes) { memset(memory, POISON, bytes); }
 // ---- shared memory
 
 u8* shared(u32 address, u32 bytes, u32 alignment) {
-  Block& block = *self().owner;
   EMU_CALLER;
+  return locate(address, bytes, alignment);
+}
+
+u8* locate(u32 address, u32 bytes, u32 alignment) {
+  Block& block = *self().owner;
   if (address < SHARED_BASE || address - SHARED_BASE + bytes > block.used)
     fail("shared memory at %u, %u bytes; the block has %u to %u", address, bytes, SHARED_BASE, SHARED_BASE + block.used);
   if (address % alignment) fail("shared memory at %u; its instruction wants a multiple of %u", address, alignment);
@@ -150,7 +154,7 @@ void mbarrier_progress(Mbarrier& barrier) {
 void mbarrier_init(u32 address, u32 count) {
   EMU_CALLER;
   if (count == 0 || count >= 1u << 20) fail("mbarrier.init for %u arrivals", count);
-  shared(address, 8, 8);
+  locate(address, 8, 8);
   Mbarrier& barrier = self().owner->mbarriers[address];
   if (!barrier.waiting.empty()) fail("mbarrier.init at %u, where threads wait", address);
   barrier = Mbarrier{};

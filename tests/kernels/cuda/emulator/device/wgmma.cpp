@@ -36,7 +36,7 @@ void read_row(Block& block, u64 descriptor, int row, u8* to) {
       address += row % 8 * (16u << bits) + chunk * 16;
       address ^= (address >> 7 & ((1u << bits) - 1)) << 4;
     }
-    const u8* from = shared(address, 16, 16);
+    const u8* from = locate(address, 16, 16);
     for (int i = 0; i < 16; ++i)
       if (const u32 writer = block.writers[address - SHARED_BASE + i])
         fail("WGMMA reads shared memory at %u, which thread %u wrote without a fence.proxy.async", address + i, writer - 1);
