@@ -1,13 +1,13 @@
 """`mxk::moe` on CPU and public peers side by side: a process each, turn by turn, rel_l2 on each row.
 
-`mxk bench` takes one implementation after the other; on a machine that others use, only what took turns can be compared.
-In a round each implementation makes one call unseen and up to four that are timed, on its next copies and experts.
-A line of output is one JSON object: `us`, the median over the rounds of each round's median; `of_ours`, the median of
-each round's ratio to the first of ours; `packed_gb_s`, packed bytes of the experts touched over that time, whatever is
-read; `read_gb_s`, the best of plain reads between the rounds. A table follows on stderr. The peers are the modules of
-benchmarks/peers for CPUs; those that cannot take part say why on stderr. Instruction sets of ours may be named, each with
-the rows from which an expert takes the tile unit. `--cpu-time` counts CPU time of one thread: its ratios hold where those
-of wall time do not.
+`mxk bench` takes one implementation after the other; on a machine that others use, only what took turns can be
+compared. In a round each implementation makes one call unseen and up to four that are timed, on its next copies and
+experts. A line of output is one JSON object: `us`, the median over the rounds of each round's median; `of_ours`, the
+median of each round's ratio to the first of ours; `packed_gb_s`, packed bytes of the experts touched over that time,
+whatever is read; `read_gb_s`, the best of plain reads between the rounds. A table follows on stderr. The peers are the
+modules of benchmarks/peers for CPUs; those that cannot take part say why on stderr. Instruction sets of ours may be
+named, each with the rows from which an expert takes the tile unit. `--cpu-time` counts CPU time of one thread: its
+ratios hold where those of wall time do not.
 
     python benchmarks/bench_peers.py --variant gptoss --tokens 1,4,8,32 --isa amx,avx512,avx2,portable
     python benchmarks/bench_peers.py --peers "" --routing even --tokens 8,32,48,64,128 --isa amx:1,avx512  # crossover
@@ -105,9 +105,12 @@ def measure(
 
 
 def table(rows: list[Row]) -> str:
-    """Rows of one layer in Markdown: ms and, in brackets, times the first of ours; the last column is the worst rel_l2."""
+    """Rows of one layer in Markdown: ms, in brackets times the first of ours; the last column is the worst rel_l2."""
     tokens = list(dict.fromkeys(row["tokens"] for row in rows))
-    lines = [f"| {rows[0]['variant']}, {rows[0]['experts']} experts, ms | " + " | ".join(f"T = {t}" for t in tokens)]
+    lines = [
+        f"| {rows[0]['variant']}, {rows[0]['experts']} experts, ms | "
+        + " | ".join(f"T = {t}" for t in tokens)
+    ]
     lines[0] += " | rel_l2 |"
     lines.append("|---" * (len(tokens) + 2) + "|")
     for name in dict.fromkeys(row["peer"] for row in rows):

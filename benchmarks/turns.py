@@ -38,7 +38,7 @@ class Setup:
     """What a process is to run.
 
     Attributes:
-        name: "mxk ISA" or "mxk ISA:ROWS", ROWS being those from which an expert takes the tile unit; or a peer's module.
+        name: "mxk ISA" or "mxk ISA:ROWS", from which an expert takes the tile unit; or a peer's module.
         point: the first call; of others, only tokens may differ.
         copies: of the layer, used in turn.
         threads: of the CPU.
@@ -53,7 +53,7 @@ class Setup:
 
 
 class Participant:
-    """An implementation in a process of its own, which is idle between turns; raises Gone where that is not possible."""
+    """An implementation in a process of its own, idle between turns; raises Gone where it cannot take part."""
 
     def __init__(self, setup: Setup) -> None:
         context = multiprocessing.get_context("spawn")
@@ -69,13 +69,11 @@ class Participant:
 
     def first_call(self, point: Point) -> Tensor:
         """Takes up another point; the result of its first call, fp32."""
-        self._connection.send(point)
-        return torch.from_numpy(self._answer())
+        return torch.from_numpy(self._answer(point))
 
     def turn(self) -> list[float]:
         """A call to warm up, then some that are timed: their seconds."""
-        self._connection.send(None)
-        seconds: list[float] = self._answer()
+        seconds: list[float] = self._answer(None)
         return seconds
 
     def close(self) -> None:
@@ -85,10 +83,12 @@ class Participant:
         if self._process.is_alive():
             self._process.kill()
 
-    def _answer(self) -> Any:
+    def _answer(self, *messages: Any) -> Any:
         try:
+            for message in messages:
+                self._connection.send(message)
             answer = self._connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # of a pipe whose other end is gone
             self._process.join(_WAIT_SECONDS)
             raise Gone(f"its process has ended with {self._process.exitcode}") from None
         if isinstance(answer, Exception):
@@ -150,5 +150,10 @@ def _hollow(layer: MoECase) -> MoECase:
     def shape_of(tensor: Tensor) -> Tensor:
         return tensor.new_empty(()).expand(tensor.shape)
 
-    weights = ("w13", "w13_scale", "w2", "w2_scale")
-    return dataclasses.replace(layer, **{name: shape_of(getattr(layer, name)) for name in weights})
+    return dataclasses.replace(
+        layer,
+        w13=shape_of(layer.w13),
+        w13_scale=shape_of(layer.w13_scale),
+        w2=shape_of(layer.w2),
+        w2_scale=shape_of(layer.w2_scale),
+    )

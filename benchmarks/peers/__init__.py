@@ -38,7 +38,7 @@ class Matrix(NamedTuple):
 
 
 def matrices(case: MoECase) -> dict[str, Matrix]:
-    """The layer as "gate", "up" and "down", rows in order; raises Unsuitable for other groups, packing or zero points."""
+    """The layer as "gate", "up" and "down", rows in order; raises Unsuitable for groups, packing, zero points."""
     if case.attributes["pack_dim"] != "input" or case.w13_zero is not None or case.attributes["per_route"]:
         raise Unsuitable("layers packed along the input, without zero points, summed per token")
     if case.w2_scale.shape[2] * GROUP != case.w2.shape[2] * 2:

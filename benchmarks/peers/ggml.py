@@ -132,7 +132,7 @@ def missing() -> str | None:
 
 
 def blocks(matrix: Matrix) -> Tensor:
-    """A projection as ggml stores it, [E, rows, columns / 32, bytes of a block]: MXFP4 where scales are bytes, else Q4_0.
+    """A projection as ggml stores it, [E, rows, columns / 32, bytes of a block]; MXFP4, or Q4_0 where scales are bf16.
 
     A block is its scale, then 16 bytes: value j in the lower and value j + 16 in the upper four bits of byte j.
     """
@@ -169,16 +169,15 @@ class _Layer:
         self._weights = self._allocated(parts)
         for part, matrix in parts.items():
             _set(self._weights[part], blocks(matrix))
-        self._biases: dict[str, Any] = {}
         context = self._context()
-        for part, matrix in parts.items():
-            if matrix.bias is not None:
-                rows = matrix.bias.shape[1]
-                self._biases[part] = ggml.new_tensor_2d(context, _F32, rows, len(matrix.bias))
-        if self._biases:
+        biases = {part: matrix.bias for part, matrix in parts.items() if matrix.bias is not None}
+        self._biases = {
+            part: ggml.new_tensor_2d(context, _F32, bias.shape[1], len(bias)) for part, bias in biases.items()
+        }
+        if biases:
             self._buffer(context, ggml.backend_cpu_buffer_type())
-            for part, tensor in self._biases.items():
-                _set(tensor, parts[part].bias)
+        for part, bias in biases.items():
+            _set(self._biases[part], bias)
 
     def _context(self) -> Any:
         context = _ggml().init(_ContextParameters(_CONTEXT_BYTES, None, True))

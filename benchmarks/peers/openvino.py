@@ -1,7 +1,7 @@
 """OpenVINO's CPU plugin: a compiled model for each expert, its weights kept packed, and a loop over the hit experts.
 
-A whole layer in the form that the plugin turns into its own expert multiplication (GatherMatmul) took four times as long
-with INT4 weights, and unpacks MXFP4 ones to bf16. Activations stay fp32: rounded to bf16, the default, was no faster.
+A whole layer in the form that the plugin turns into its own expert multiplication (GatherMatmul) took longer with INT4
+weights, and has MXFP4 ones unpacked to bf16. Activations stay fp32: rounded to bf16, the default, was no faster.
 
     pip install openvino==2026.4.1
 """
@@ -49,7 +49,9 @@ def layer(case: MoECase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     requests = [_expert(parts, e, case.attributes) for e in range(len(case.w2))]
 
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        num_experts = len(parts["down"].codes)  # named here, they live as long as the models, which read their memory
+        num_experts = len(
+            parts["down"].codes
+        )  # named here, they live as long as the models, which read their memory
         total = torch.zeros(x.shape, dtype=torch.float32)
         rows = x.float()
         for e in ids[ids < num_experts].unique().tolist():
@@ -69,7 +71,9 @@ def _expert(parts: dict[str, Matrix], e: int, attributes: dict[str, Any]) -> Any
     def multiply(values: Any, part: str) -> Any:
         matrix = parts[part]
         product = ops.matmul(values, _weight(matrix, e), False, True)
-        return product if matrix.bias is None else ops.add(product, ops.constant(matrix.bias[e].numpy()[None]))
+        return (
+            product if matrix.bias is None else ops.add(product, ops.constant(matrix.bias[e].numpy()[None]))
+        )
 
     x = ops.parameter([-1, parts["gate"].codes.shape[2] * 2], np.float32)
     gate, up = multiply(x, "gate"), multiply(x, "up")
