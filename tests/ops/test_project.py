@@ -64,7 +64,7 @@ def test_sorted_lists_longer_than_their_count() -> None:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_aligned_routes_are_the_plain_ones(data: st.DataObject) -> None:
     num_experts = data.draw(st.integers(1, 6))
     top_k, tokens = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 9))
