@@ -98,20 +98,24 @@ def heuristic(problem: Problem) -> Schedule:
 
     The decode kernel streams an expert's bytes again for every `4 * column_tiles` of its rows: with more rows, prefill.
     """
-    rows = problem.rows_per_expert
-    if problem.weight_format == "mxfp4" and (rows <= _DECODE_ROWS or _few(problem)):
+    rows, short = problem.rows_per_expert, problem.intermediate_size <= _SHORT_DOWN_ROW
+    most_rows = _SHORT_DOWN_ROWS if short else _DECODE_ROWS
+    if problem.weight_format == "mxfp4" and (rows <= most_rows or _few(problem)):
         for column_tiles in (1, 2) if rows <= _ONE_TILE_ROWS else (2, 1):
-            macros = decode_macros(problem, _GROUPS, column_tiles)
-            if macros is not None:
-                return Schedule("decode", macros)
+            for groups in (3, 2) if short and column_tiles == 1 else (2,):
+                macros = decode_macros(problem, groups, column_tiles)
+                if macros is not None:
+                    return Schedule("decode", macros)
     return Schedule("prefill", sizes=tile_sizes(rows))
 
 
 DECODE_SPLITS = ((2, 1), (3, 1), (2, 2), (3, 2))
 """Warpgroups of the decode kernel, and rows of an expert that it takes at once, in fours."""
-_ONE_TILE_ROWS = 3  # mean of an expert, up to which streaming the few with more than four twice costs less
-_DECODE_ROWS = 4  # few have more than eight
-_GROUPS = 2  # the faster number of warpgroups on all shapes measured
+# As measured (docs/performance/h200.md), by the mean of an expert's rows and the values of a row of w2.
+_ONE_TILE_ROWS = 3  # up to here streaming the few with more than four twice costs less than eight at once
+_DECODE_ROWS = 5.5  # kimi at 5.3: 423 us, by prefill 470; beyond, many an expert would be streamed twice
+_SHORT_DOWN_ROW = 1024  # a third warpgroup gains 2 % up to here and loses on longer rows
+_SHORT_DOWN_ROWS = 4  # glm at 4: 283 us, by prefill 290; at 8: 386, 289
 _MOST_HIDDEN = 15360  # the decode kernel counts output columns
 
 

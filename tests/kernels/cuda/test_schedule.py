@@ -37,6 +37,37 @@ def test_few_rows_an_expert_decode_and_many_prefill() -> None:
     assert heuristic(Problem("some device", "mxfp4", 2, 2880, 2880, 2, 256)).kernel == "prefill"
 
 
+def problem(row: str, num_tokens: int) -> Problem:
+    sizes = {
+        "glm": (64, 1024, 6144, 8),
+        "kimi": (48, 2048, 7168, 8),
+        "muse": (128, 1024, 4096, 8),
+        "dsv41": (48, 2304, 5120, 6),
+    }
+    return Problem("some device", "mxfp4", *sizes[row], num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("row", "num_tokens", "start"),
+    [
+        ("kimi", 8, "decode:groups=2,column_tiles=1,"),
+        ("kimi", 32, "decode:groups=2,column_tiles=2,"),
+        ("kimi", 64, "prefill:"),
+        ("dsv41", 16, "decode:groups=2,column_tiles=1,"),
+        ("dsv41", 32, "decode:groups=2,column_tiles=2,"),
+        ("muse", 1, "decode:groups=3,column_tiles=1,"),
+        ("muse", 16, "decode:groups=3,column_tiles=1,"),
+        ("glm", 16, "decode:groups=3,column_tiles=1,"),
+        ("glm", 32, "decode:groups=2,column_tiles=2,"),
+        ("glm", 36, "prefill:"),
+        ("glm", 64, "prefill:"),
+    ],
+)
+def test_what_was_measured_to_be_faster_is_chosen(row: str, num_tokens: int, start: str) -> None:
+    """docs/performance/h200.md"""
+    assert str(heuristic(problem(row, num_tokens))).startswith(start)
+
+
 def test_the_choice_depends_on_nothing_but_the_problem() -> None:
     for num_tokens in (1, 7, 64, 1000, 16384):
         assert heuristic(gptoss(num_tokens)) == heuristic(gptoss(num_tokens)) == choose(gptoss(num_tokens))
