@@ -1,7 +1,7 @@
 """`mxk::moe` on CPU and public peers side by side: a process each, turn by turn, rel_l2 on each row.
 
 `mxk bench` takes one implementation after the other; on a machine that others use, only what took turns can be
-compared. In a round each implementation makes one call unseen and up to four that are timed, on its next copies and
+compared. In a round each implementation makes one call unseen and up to eight that are timed, on its next copies and
 experts. A line of output is one JSON object: `us`, the median over the rounds of each round's median; `of_ours`, the
 median of each round's ratio to the first of ours; `packed_gb_s`, packed bytes of the experts touched over that time,
 whatever is read; `read_gb_s`, the best of plain reads between the rounds. A table follows on stderr. The peers are the

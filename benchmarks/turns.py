@@ -1,7 +1,7 @@
 """Implementations of a layer by turns, a process each: they share neither threads nor memory, but the machine's time.
 
 In one process the thread pools of two libraries would be in each other's way: a pool that has just worked spins for a
-while, on a core that the next one needs.
+while, on a core that the next one needs. So each turn begins after a pause.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import multiprocessing
+import os
+import sys
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,7 +27,8 @@ from mxk_compile.testing import MoECase, random_layer
 from mxk_compile.variants import VARIANTS
 
 OURS = "mxk"
-_TURN_SECONDS, _MOST_CALLS = 0.1, 4  # of the timed calls of a turn
+_TURN_SECONDS, _MOST_CALLS = 0.1, 8  # of the timed calls of a turn
+_PAUSE_SECONDS = 0.05  # pools were idle 5 to 50 ms after their last call
 _WAIT_SECONDS = 5.0
 
 
@@ -72,7 +75,8 @@ class Participant:
         return torch.from_numpy(self._answer(point))
 
     def turn(self) -> list[float]:
-        """A call to warm up, then some that are timed: their seconds."""
+        """A pause, a call to warm up, then some that are timed: their seconds."""
+        time.sleep(_PAUSE_SECONDS)
         seconds: list[float] = self._answer(None)
         return seconds
 
@@ -97,6 +101,7 @@ class Participant:
 
 
 def _take_part(connection: Connection, setup: Setup) -> None:
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no row
     torch.set_num_threads(setup.threads)
     clock = time.process_time if setup.cpu_time else time.perf_counter
     with torch.inference_mode():
