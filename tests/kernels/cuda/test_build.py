@@ -133,7 +133,7 @@ def test_threads_that_ask_at_once_get_one_compilation() -> None:
 def _race(folder: str, barrier: threading.Barrier) -> int:
     building.cache_folder = lambda: pathlib.Path(folder)
     building._built.clear()
-    barrier.wait(60)
+    barrier.wait(200)
     return len(make(Compiler()))
 
 
@@ -144,7 +144,7 @@ def test_processes_that_write_at_once_leave_one_whole_file(folder: pathlib.Path)
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(200)
         assert process.exitcode == 0
     compiler = Compiler()
     make(compiler)
