@@ -40,7 +40,8 @@ extern "C" __global__ void __launch_bounds__(128) product(const __grid_constant_
   const u64 b = layout << 62 | along_n >> 4 << 32 | static_cast<u64>(128 >> 4) << 16 | to >> 4;
   wgmma_fence();
   for (int i = 0; i < 2; ++i)
-    asm volatile("wgmma.mma_async.sync.aligned." KIND " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, 1" SIGNS ";"
+    asm volatile("wgmma.mma_async.sync.aligned." KIND " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, 1"
+        SIGNS ";"
         : "+" R(d[0]), "+" R(d[1]), "+" R(d[2]), "+" R(d[3]), "+" R(d[4]), "+" R(d[5]), "+" R(d[6]), "+" R(d[7])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
   wgmma_commit();
@@ -96,7 +97,7 @@ def test_products(kind: str, span: int, tmp_path: Path) -> None:
 
 def test_operands_that_were_stored_without_a_fence_are_seen(tmp_path: Path) -> None:
     with pytest.raises(
-        emulator.EmulatorError, match="which thread 0 wrote without a fence.proxy.async at kernel.cu:"
+        emulator.EmulatorError, match="which thread 0 wrote without a fence.proxy.async at hopper.cuh:"
     ):
         product(tmp_path, "m64n16k32.s32.s8.s8", 16, fence=";")
 
@@ -156,21 +157,42 @@ def test_a_forgotten_wait_reads_poison(tmp_path: Path) -> None:
     assert run(tmp_path, body.replace("WAIT", "")) == [0] * 64
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("if (warp == 0) __syncthreads(); else asm volatile(\"bar.sync 1, 64;\");", "block 0 waits for bar.sync 1 at kernel.cu:8: warp 1"),
-        ("if (threadIdx.x == 0) barrier_init(shared_address(&barrier), 2);\n__syncthreads();\n"
-         "if (warp == 1) barrier_wait(shared_address(&barrier), 0);", r"at hopper.cuh:\d+ < kernel.cu:10 .phase 0, 2 of 2 arrivals and 0 bytes missing.: warp 1"),
-        ("if (lane < 31) __syncwarp();", "waits for __syncwarp 4294967295 at kernel.cu:8: warp 0 lanes 7fffffff warp 1"),
-        ("if (lane == 3) __shfl_sync(~0u, 1, 0); else __syncwarp();", "__shfl_sync, while other lanes of the warp are at __syncwarp"),
-        ("load_shared_4(shared_address(words) + 1 << 16);", "shared memory at .* at hopper.cuh"),
-        ("barrier_arrive(shared_address(&barrier));", "there is no mbarrier at"),
-        ("take_registers<256>();", "waits for setmaxnreg 256"),
-        ("out[1ull << 40] = 1;", "which is no memory"),
-    ],
-)  # fmt: skip
-def test_what_is_said_of_wrong_kernels(body: str, said: str, tmp_path: Path) -> None:
+WRONG = {
+    "other barriers": (
+        'if (warp == 0) __syncthreads(); else asm volatile("bar.sync 1, 64;");',
+        "for bar.sync 1 at kernel.cu:8: block 0 warp 1",
+    ),
+    "no arrival": (
+        "if (threadIdx.x == 0) barrier_init(shared_address(&barrier), 2);\n__syncthreads();\n"
+        "if (warp == 1) barrier_wait(shared_address(&barrier), 0);",
+        r"parity 0 .in phase 0, 2 of 2 arrivals and 0 bytes missing. at hopper.cuh:\d+ < kernel.cu:10: block 0 warp 1",
+    ),
+    "a lane is missing": (
+        "if (lane < 31) __syncwarp();",
+        "for __syncwarp 4294967295 at kernel.cu:8: block 0 warp 0 lanes 7fffffff warp 1 lanes 7fffffff",
+    ),
+    "lanes apart": (
+        "if (lane == 3) __shfl_sync(~0u, 1, 0); else __syncwarp();",
+        "__shfl_sync, while other lanes of the warp are at __syncwarp",
+    ),
+    "out of bounds": (
+        "out[0] = load_shared_4(shared_address(words) + (1 << 16));",
+        r"shared memory at \d+, 4 bytes; the block has 1024 to \d+ at hopper.cuh:\d+ < kernel.cu:8",
+    ),
+    "no barrier": ("barrier_arrive(shared_address(&barrier));", r"there is no mbarrier at \d+ at hopper.cuh"),
+    "registers": ("take_registers<256>();", "for setmaxnreg 256 at hopper.cuh"),
+    "device memory": ("out[1ull << 40] = 1;", "which is no memory"),
+    "copies at the end": (
+        "const u32 full = shared_address(&barrier);\nif (threadIdx.x == 0) barrier_init(full, 1), "
+        "bulk_copy(shared_address(words), out, 256, full);",
+        "has ended before 1 copies to its shared memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_said_of_wrong_kernels(name: str, tmp_path: Path) -> None:
+    body, said = WRONG[name]
     with pytest.raises(emulator.EmulatorError, match=said):
         run(tmp_path, body)
 

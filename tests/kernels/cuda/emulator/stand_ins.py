@@ -40,6 +40,8 @@ class Machine:
     Attributes:
         processors: multiprocessors; as many blocks run at a time, or all of a cooperative launch.
         seed: 0 for the quick order, else of a random one.
+        launches: names of kernels, in order.
+        compiled: sources, and the macros that they were compiled with.
     """
 
     def __init__(self, processors: int, seed: int) -> None:
@@ -49,6 +51,7 @@ class Machine:
         self.shared_limits: dict[int, int] = {}
         self.configs: dict[int, Any] = {}
         self.launches: list[str] = []
+        self.compiled: list[tuple[str, tuple[str, ...]]] = []
         self._run = build.runtime().emu_launch
         self._run.restype = ctypes.c_char_p
         self._run.argtypes = (
@@ -107,7 +110,7 @@ class Machine:
         """Stand-ins for the packages that the host code imports, by name."""
         cuda, bindings = ModuleType("cuda"), ModuleType("cuda.bindings")
         nvrtc, driver = ModuleType("cuda.bindings.nvrtc"), ModuleType("cuda.bindings.driver")
-        for function in (*_nvrtc(), *self._driver()):
+        for function in (*_nvrtc(self.compiled), *self._driver()):
             setattr(nvrtc if function.__name__.startswith("nvrtc") else driver, function.__name__, function)
         for name, prefix, names in (
             ("CUstreamCaptureMode", "CU_STREAM_CAPTURE_MODE_", "RELAXED GLOBAL"),
@@ -190,7 +193,7 @@ def _tensor_map(
     )
 
 
-def _nvrtc() -> list[Callable[..., Any]]:
+def _nvrtc(compiled: list[tuple[str, tuple[str, ...]]]) -> list[Callable[..., Any]]:
     def nvrtcVersion() -> Any:
         return _OK, 0, 0
 
@@ -199,7 +202,8 @@ def _nvrtc() -> list[Callable[..., Any]]:
         return _OK, SimpleNamespace(name=name.decode(), files=files, log="", code=b"")
 
     def nvrtcCompileProgram(program: Any, count: int, options: list[bytes]) -> Any:
-        defines = [option.decode() for option in options if option.startswith(b"-D")]
+        defines = tuple(option.decode() for option in options if option.startswith(b"-D"))
+        compiled.append((program.name, defines))
         with tempfile.TemporaryDirectory(dir=build.folder()) as folder:
             for name, text in program.files.items():
                 (Path(folder) / name).write_bytes(text)

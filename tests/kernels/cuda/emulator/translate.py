@@ -39,7 +39,7 @@ class TranslationError(Exception):
 @functools.cache
 def instructions() -> frozenset[str]:
     """Functions of device/ptx.h."""
-    return frozenset(re.findall(r"^inline void (\w+)\(", (DEVICE / "ptx.h").read_text(), re.MULTILINE))
+    return frozenset(re.findall(r"^PTX void (\w+)\(", (DEVICE / "ptx.h").read_text(), re.MULTILINE))
 
 
 def translate(text: str) -> str:

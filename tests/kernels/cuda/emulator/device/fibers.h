@@ -102,7 +102,8 @@ constexpr u8 POISON = 0xFF;                              // NaN as bf16, fp32, E
 inline Fiber& self() { return *static_cast<Fiber*>(current); }
 #define EMU_CALLER (emu::self().caller = __builtin_return_address(0))
 
-void wait(const char* why, u64 value = 0);  // until somebody wakes this fibre
+inline constexpr char MBARRIER[] = "mbarrier";  // with 2 * address + parity
+void wait(const char* why, u64 value = 0);    // until somebody wakes this fibre
 void wake(Fibers& waiting);                 // all of them
 void maybe_pause();                         // in random order, now and then
 u32 random_below(u32 limit);

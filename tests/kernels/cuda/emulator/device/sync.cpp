@@ -189,7 +189,7 @@ bool mbarrier_wait(u32 address, u32 parity) {
   Mbarrier& barrier = mbarrier_at(*fiber.owner, address);
   while (barrier.phase == parity) {
     barrier.waiting.push_back(&fiber);
-    wait("mbarrier * 2 + parity", static_cast<u64>(address) * 2 + parity);
+    wait(MBARRIER, static_cast<u64>(address) * 2 + parity);
   }
   return true;
 }
