@@ -88,5 +88,5 @@ def inlined_at(library: str, offset: str) -> str:
     done = subprocess.run(
         ("addr2line", "-i", "-e", library, offset), capture_output=True, text=True, check=False
     )
-    names = [Path(line.split(" ")[0]).name for line in done.stdout.split("\n") if line]
+    names = [Path(line.split(" (discriminator")[0]).name for line in done.stdout.split("\n") if line]
     return " < ".join(name for name in names if not name.startswith(("cuda.h", "ptx.h", "?"))) or "?"
