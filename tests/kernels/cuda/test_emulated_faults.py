@@ -60,7 +60,9 @@ FAULTS = {
     ),
     "no wait for products": Fault("decode_multiply.cuh", "wgmma_wait<0>();", ""),
     "no fence of registers": Fault("decode_multiply.cuh", "  wgmma_fence();", "", "without a wgmma.fence", slow=True),
-    "registers": Fault("decode.cuh", "(CONSUMERS * 32) / 8 * 8;", "(CONSUMERS * 32) / 8 * 8 + 8;", "setmaxnreg", slow=True),
+    "registers": Fault(
+        "decode.cuh", "(CONSUMERS * 32) / 8 * 8;", "(CONSUMERS * 32) / 8 * 8 + 8;", "setmaxnreg", slow=True
+    ),
     "no barrier of the grid": Fault("moe_decode.cu", "rows_ready.wait<2, CONSUMERS * 32>(thread);", "", processors=6),
     "team": Fault(
         "decode_digits.cuh", "constexpr u32 TEAM = DIGIT_WARPS * 32;", "constexpr u32 TEAM = DIGIT_WARPS * 32 + 32;",
