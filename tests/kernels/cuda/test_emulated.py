@@ -270,3 +270,46 @@ def test_infinities_come_out_of_decode_as_in_the_reference() -> None:
     assert torch.equal(result.isnan(), expected.isnan())
     assert torch.equal(result.isinf(), expected.isinf())
     assert result[[0, 3, 5, 6]].isfinite().all()
+
+
+def tiny_values(case: MoECase) -> None:
+    """Powers of two down to 2^-13 of the largest; all weights are zero but those of the smallest."""
+    columns = torch.arange(96)
+    case.hidden_states = (2.0 ** -(columns % 14)).expand(4, -1).bfloat16()
+    case.w13 &= torch.where(torch.arange(48) % 7 == 6, 0xF0, 0).to(torch.uint8)
+    case.w13_scale[:] = 128
+
+
+def every_scale(case: MoECase) -> None:
+    """Each byte scales a row of an expert that one token has."""
+    case.topk_ids[:, 0] = torch.arange(8)
+    case.w2_scale[:] = torch.arange(256).to(torch.uint8).view(8, 32, 1)
+
+
+def test_values_far_below_their_rows_largest_are_exact() -> None:
+    call = dataclasses.replace(DECODE["one token"], arguments={"num_tokens": 4}, change=tiny_values)
+    check(call, call.case().reference(round_intermediate=True))
+
+
+@pytest.mark.parametrize("schedule", ["decode:groups=2,max_routes=64", "prefill:16"])
+def test_every_scale_byte(schedule: str) -> None:
+    sizes = {"num_tokens": 8, "num_experts": 8, "top_k": 1, "hidden_size": 32, "intermediate_size": 32}
+    call = Call(schedule, sizes, change=every_scale)
+    result, expected = (
+        call.run(seed=0).float(),
+        call.case().reference(round_intermediate=True).bfloat16().float(),
+    )
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.isinf(), expected.isinf())
+    finite = expected.isfinite() & (expected.abs() > 1e-36)
+    assert ((result - expected)[finite].abs() <= 2**-6 * expected[finite].abs()).all()
+
+
+def test_scales_that_change_in_place_are_another_call() -> None:
+    call = DECODE["one token"]
+    with emulator.use():
+        case = call.case()
+        prepared = emulator.prepared(case, call.schedule)
+        assert prepared.current(case.w13_scale, case.w2_scale)
+        case.w13_scale[0, 0] = 140
+        assert not prepared.current(case.w13_scale, case.w2_scale)
