@@ -197,6 +197,15 @@ def test_what_is_said_of_wrong_kernels(name: str, tmp_path: Path) -> None:
         run(tmp_path, body)
 
 
+@pytest.mark.parametrize("shape", ["m64n40k32.s32.s8.s8", "m64n16k16.s32.s8.s8", "m64n8k32.f32.e4m3.e4m3"])
+def test_shapes_that_there_are_not(shape: str, tmp_path: Path) -> None:
+    numbers = ", ".join(f"%{i}" for i in range(8))
+    with pytest.raises(
+        TranslationError, match="^kernel.cu:8: 'wgmma.* with 8 accumulators; there is no such shape"
+    ):
+        run(tmp_path, f'asm("wgmma.mma_async.sync.aligned.{shape} {{{numbers}}}, %8, %9, 1;" :: );')
+
+
 def test_an_instruction_that_is_not_emulated_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         TranslationError, match="^kernel.cu:9: PTX instruction 'sin.approx.f32' is not emulated"
