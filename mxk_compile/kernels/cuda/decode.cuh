@@ -90,7 +90,7 @@ constexpr int HELPER_REGISTERS = 72;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
 constexpr int COUNTERS_AT = 64;  // of 32 bits: before them the grid-wide barrier, then one a unit of output rows
 constexpr int COUNTER_BYTES = 4096;
-constexpr int SHARED_LIMIT = 232448;  // of a block
+constexpr int SHARED_LIMIT = MXK_SHARED;  // of a block
 static_assert(K % 32 == 0 && I % 32 == 0 && MAX_ROUTES % 8 == 0 && COUNTERS_AT + K / 16 <= COUNTER_BYTES / 4, "limits");
 
 __host__ __device__ constexpr int round_up(int value, int step) { return (value + step - 1) / step * step; }
