@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mxk_compile.kernels.cuda import maps
 from mxk_compile.kernels.cuda.build import build
+from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors, persistent
 from mxk_compile.kernels.cuda.operands import OPERAND, Call, activation
 from mxk_compile.kernels.empty import maker
@@ -25,13 +26,13 @@ _MOST_COUNTERS = 4096  # of a device: one a stream, and one a launch in a CUDA g
 
 
 @functools.cache
-def _library(macros: tuple[tuple[str, int], ...]) -> Library:
-    return Library(build("moe_decode.cu", dict(macros)))
+def _library(macros: tuple[tuple[str, int], ...], device: Device) -> Library:
+    return Library(build("moe_decode.cu", dict(macros), device))
 
 
 @functools.cache
-def _kernel(macros: tuple[tuple[str, int], ...]) -> Kernel:
-    library = _library(macros)
+def _kernel(macros: tuple[tuple[str, int], ...], device: Device) -> Kernel:
+    library = _library(macros, device)
     threads, shared = library.constant("decode_threads"), library.constant("decode_shared")
     return Kernel(library.kernel("moe_decode"), _DECODE, _CHANGING, threads, shared, cooperative=True)
 
@@ -132,8 +133,9 @@ class Decode:
             "MXK_X_ALIGNED": int(call.x_aligned),
         }
         given = tuple(sorted((chosen | settled).items()))
-        kernel = _kernel(given)
-        encoded, self._maps = _encoded_maps(call, _library(given))
+        device = served(call.device)
+        kernel = _kernel(given, device)
+        encoded, self._maps = _encoded_maps(call, _library(given, device))
         parts = (operands.w13, operands.s13, operands.b13, operands.w2, operands.s2, operands.b2)
         argument = _DECODE.pack(
             *(encoded, 0 if self._maps is None else self._maps.data_ptr()),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mxk_compile.kernels.cuda import prefill, scales
 from mxk_compile.kernels.cuda.build import build
+from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
 from mxk_compile.kernels.cuda.operands import ABSENT, ALIGNMENT, Format, Operand, operand
 from mxk_compile.kernels.cuda.prefill import BLOCK, ROW_BYTES, ROW_STEP
@@ -29,7 +30,8 @@ from mxk_compile.ops.project import GROUP_ROWS, NUM_ROUTING
 _GROUPS = struct.Struct("=9Q2q15i4x")
 _GROUPS_CHANGING = ((0, struct.Struct("=9Q")),)
 _KINDS = {"sorted": 0, "contiguous": 1, "masked": 2}
-_MOST_BLOCKS = 32768  # whose counts fit into shared memory
+_MOST_BLOCKS = 32768  # whose counts fit into Hopper's shared memory
+_OTHER_SHARED = 4096  # bytes, above what groups_plan has beside the counts
 _MOST_PREPARED = 4096
 _ROUTES_WEIGHTS = (0, 0)  # router weights have no part in a projection
 
@@ -47,11 +49,16 @@ def refusal(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any
         reason = f"K = {columns}; allowed: multiples of 32 above 0"
     elif num_experts > prefill.MOST_EXPERTS:
         reason = f"E = {num_experts}; allowed: up to {prefill.MOST_EXPERTS}"
-    elif overload != "routes" and _blocks(overload, num_experts, routing, attributes)[2] > _MOST_BLOCKS:
-        reason = f"more than {_MOST_BLOCKS} blocks of rows; allowed: so many"
     else:
-        return None
+        most = _most_blocks(served(out.get_device()))
+        if overload == "routes" or _blocks(overload, num_experts, routing, attributes)[2] <= most:
+            return None
+        reason = f"more than {most} blocks of rows; allowed: so many"
     return f"CUDA kernels: {reason}"
+
+
+def _most_blocks(device: Device) -> int:
+    return min(_MOST_BLOCKS, (device.shared_bytes - _OTHER_SHARED) // 4)
 
 
 def _blocks(
@@ -111,12 +118,12 @@ _prepared: dict[Any, _Projection] = {}
 
 
 @functools.cache
-def _groups() -> tuple[Kernel, Kernel]:
-    module = Library(build("groups.cu", {}))
+def _groups(device: Device) -> tuple[Kernel, Kernel]:
+    module = Library(build("groups.cu", {}, device))
     plan, gather = (
         Kernel(module.kernel(name), _GROUPS, _GROUPS_CHANGING, threads, shared, overlap=True)
         for name, threads, shared in (
-            ("groups_plan", prefill.SORT_THREADS, 4 * _MOST_BLOCKS),
+            ("groups_plan", prefill.SORT_THREADS, 4 * _most_blocks(device)),
             ("groups_gather", 32 * prefill.GATHER_WARPS, 0),
         )
     )
@@ -180,11 +187,14 @@ class _Projection:
             return
         top_k = attributes.get("top_k", 1)
         mean = attributes["expected_m"] if overload == "masked" else num_rows / num_experts
-        sizes = tile_sizes(mean, even=overload == "contiguous")
+        self._kind = served(device)
+        sizes = tile_sizes(mean, even=overload == "contiguous", most=self._kind.most_rows)
         with torch.cuda.device(device):
             format_ = Format.of(weight_format, self._parts[1], self._parts[2], columns // scale.shape[-1])
             small = self._scales is None or self._scales.small is True
-            self._kernels = [prefill.product("prefill_project", size, format_, small) for size in sizes]
+            self._kernels = [
+                prefill.product("prefill_project", size, format_, small, self._kind) for size in sizes
+            ]
         x_stride, x_outer = x.stride(-2), x.stride(0) if x.dim() == 3 else 0
         if self._copies_x:
             x_stride, x_outer = columns, columns * (x.shape[1] if x.dim() == 3 else 0)
@@ -258,7 +268,7 @@ class _Projection:
             routing = tuple(tensor.contiguous() for tensor in routing)
         first = routing[0].data_ptr()
         if self._overload == "routes":
-            plan, gather, _ = prefill.routing()
+            plan, gather, _ = prefill.routing(self._kind)
             where: tuple[int, ...] = (
                 first,
                 first,
@@ -272,7 +282,7 @@ class _Projection:
                 target,
             )
         else:
-            plan, gather = _groups()
+            plan, gather = _groups(self._kind)
             more = [tensor.data_ptr() for tensor in routing[1:]] or [0, 0]
             where = (first, *more, x.data_ptr(), rows, of_blocks, target, tiles, num_tiles)
         plan.launch(device, stream, 1, self._rows, where)

@@ -125,6 +125,10 @@ struct Products {
     }
   }
   __device__ __forceinline__ void end() {
+    if (threadIdx.x % 128 == 0) {  // the last arrivals at the ring's barriers have been made too
+      tensor_commit(done + turn % 2 * 8);
+      barrier_wait(done + turn % 2 * 8, turn / 2 % 2);
+    }
     tensor_fence_before();
     asm volatile("bar.sync 3, 256;" ::: "memory");  // both warpgroups
     if (threadIdx.x / 32 == PRODUCERS / 32) {

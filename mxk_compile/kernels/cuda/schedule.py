@@ -12,12 +12,12 @@ import math
 
 from mxk_compile.errors import SettingsError
 from mxk_compile.kernels.cuda.build import cache_folder, write_whole
+from mxk_compile.kernels.cuda.devices import HOPPER, Device
 from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, tile_sizes
 from mxk_compile.settings import settings, whole_number
 
 DECODE_ROUTES = (64, 256, 1024)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
-_SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of decode.cuh
 _DECODE_NAMES = ("groups", "column_tiles", "chunk", "stages", "buffers", "max_routes")
 
 
@@ -30,6 +30,7 @@ class Problem:
         weight_format: as in `mxk::moe`.
         num_experts, intermediate_size, hidden_size, top_k: E, I, K, k of the layer.
         num_tokens: T of the call.
+        kind: of device.
     """
 
     device: str
@@ -39,6 +40,7 @@ class Problem:
     hidden_size: int
     top_k: int
     num_tokens: int
+    kind: Device = HOPPER
 
     @property
     def rows_per_expert(self) -> float:
@@ -106,7 +108,7 @@ def heuristic(problem: Problem) -> Schedule:
                 macros = decode_macros(problem, groups, column_tiles)
                 if macros is not None:
                     return Schedule("decode", macros)
-    return Schedule("prefill", sizes=tile_sizes(rows))
+    return Schedule("prefill", sizes=tile_sizes(rows, most=problem.kind.most_rows))
 
 
 DECODE_SPLITS = ((2, 1), (3, 1), (2, 2), (3, 2))
@@ -116,6 +118,7 @@ _ONE_TILE_ROWS = 3  # up to here streaming the few with more than four twice cos
 _DECODE_ROWS = 5.5  # kimi at 5.3: 423 us, by prefill 470; beyond, many an expert would be streamed twice
 _SHORT_DOWN_ROW = 1024  # a third warpgroup gains 2 % up to here and loses on longer rows
 _SHORT_DOWN_ROWS = 4  # glm at 4: 283 us, by prefill 290; at 8: 386, 289
+_CHUNK, _SHORT_CHUNKS = 32, (16, 8)  # MXK_CHUNK's default, and for devices with less shared memory
 _MOST_HIDDEN = 15360  # the decode kernel counts output columns
 
 
@@ -130,19 +133,24 @@ def decode_macros(problem: Problem, groups: int, column_tiles: int) -> tuple[tup
     room = next((size for size in DECODE_ROUTES if routes <= size), None)
     if room is None or problem.hidden_size > _MOST_HIDDEN:
         return None
-    if _decode_shared(problem, groups, column_tiles, room) > _SHARED_BYTES:
-        return None
-    return ("groups", groups), ("column_tiles", column_tiles), ("max_routes", room)
+    macros = ("groups", groups), ("column_tiles", column_tiles), ("max_routes", room)
+    limit = problem.kind.shared_bytes
+    for chunk in (_CHUNK, *(_SHORT_CHUNKS if limit < HOPPER.shared_bytes else ())):
+        if _decode_shared(problem, groups, column_tiles, room, chunk) <= limit:
+            return macros if chunk == _CHUNK else (*macros, ("chunk", chunk))
+    return None
 
 
-def _decode_shared(problem: Problem, groups: int, column_tiles: int, max_routes: int) -> int:
+def _decode_shared(
+    problem: Problem, groups: int, column_tiles: int, max_routes: int, chunk_groups: int
+) -> int:
     """Bytes of shared memory that moe_decode.cu needs, at most: one buffer of activations, the shortest ring."""
     slot = digits = scales = 0
     for size in (problem.hidden_size, problem.intermediate_size):
         columns = size // 32  # in groups that share a scale
         batch = _decode_batch(columns, groups, column_tiles)
         batches = -(-columns // batch)
-        chunk = -(-batches // -(-columns // 32)) * batch
+        chunk = -(-batches // -(-columns // chunk_groups)) * batch
         slot = max(slot, 64 * 16 * (chunk | 1))
         digits = max(digits, batches * batch * 256 * column_tiles)
         scales = max(scales, 64 * (columns + 16))

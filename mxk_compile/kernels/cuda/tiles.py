@@ -19,7 +19,7 @@ _SPREAD = 2.5  # standard deviations of an expert's rows that count
 
 
 @functools.lru_cache(maxsize=4096)
-def tile_sizes(rows: float, *, even: bool = False) -> tuple[int, ...]:
+def tile_sizes(rows: float, *, even: bool = False, most: int = TILE_SIZES[-1]) -> tuple[int, ...]:
     """Tile sizes, ascending, for experts with about this many rows: those that are expected to take least time.
 
     Each expert's rows are divided evenly over as few tiles as the largest size allows (rows.cuh).
@@ -27,6 +27,7 @@ def tile_sizes(rows: float, *, even: bool = False) -> tuple[int, ...]:
     Args:
         rows: mean of an expert.
         even: whether all experts have that many, else they are drawn at random.
+        most: the largest size that the device takes.
     """
     counts: dict[int, float] = {}
     if even:
@@ -38,7 +39,8 @@ def tile_sizes(rows: float, *, even: bool = False) -> tuple[int, ...]:
             likely = math.exp(-(((count - rows) / deviation) ** 2) / 2)
             counts[_up(count)] = counts.get(_up(count), 0.0) + likely
     # A fourth size never pays.
-    candidates = (sizes for number in range(1, 4) for sizes in itertools.combinations(TILE_SIZES, number))
+    taken = range(16, most + 1, 16)
+    candidates = (sizes for number in range(1, 4) for sizes in itertools.combinations(taken, number))
     return min(candidates, key=lambda sizes: _expected_cost(sizes, counts))
 
 

@@ -40,12 +40,13 @@ class Machine:
     Attributes:
         processors: multiprocessors; as many blocks run at a time, or all of a cooperative launch.
         seed: 0 for the quick order, else of a random one.
+        most_shared: bytes of shared memory that a block may take.
         launches: names of kernels, in order.
         compiled: sources, and the macros that they were compiled with.
     """
 
-    def __init__(self, processors: int, seed: int) -> None:
-        self.processors, self.seed = processors, seed
+    def __init__(self, processors: int, seed: int, most_shared: int = _MOST_SHARED) -> None:
+        self.processors, self.seed, self.most_shared = processors, seed, most_shared
         self.libraries: list[ctypes.CDLL] = []
         self.kernels: list[tuple[str, int]] = []  # name and address of struct Kernel
         self.shared_limits: dict[int, int] = {}
@@ -156,7 +157,7 @@ class Machine:
 
         def cuKernelSetAttribute(attribute: str, value: int, kernel: int, device: int) -> Any:
             self.shared_limits[kernel] = value
-            return (_OK if value <= _MOST_SHARED else _FAILED,)
+            return (_OK if value <= self.most_shared else _FAILED,)
 
         def cuThreadExchangeStreamCaptureMode(mode: str) -> Any:
             return _OK, mode

@@ -174,6 +174,7 @@ void finish(Fiber& fiber) {
     if (launch.overlap && !block.grid_waited)
       fail("block %u has ended without griddepcontrol.wait, which its launch relies on", block.index);
     if (block.transfers != 0) fail("block %u has ended before %u copies to its shared memory", block.index, block.transfers);
+    if (block.tensor.columns != 0) fail("block %u has ended and has not freed its tensor memory", block.index);
     munmap(block.memory, SHARED_BYTES);
     block.memory = nullptr;
     if (started_blocks < launch.blocks) start_block(started_blocks++);  // not on this stack

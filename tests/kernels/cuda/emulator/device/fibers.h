@@ -55,6 +55,16 @@ struct Copy {
   u32 target, bytes, valid;
   const u8* source;
 };
+struct Cell {  // of tensor memory
+  u32 value, writer = 0;         // 1 + thread, until its fence
+  u16 read = 0, written = 0;     // by how many products under way
+};
+struct Tensor {
+  u32 first = 0, columns = 0;  // allocated
+  int under_way = 0;           // products and commits
+  bool relinquished = false;
+  std::vector<Cell> cells;
+};
 struct Block {
   u32 index, live;
   u8* memory;  // SHARED_BYTES
@@ -69,6 +79,7 @@ struct Block {
   Fibers want_registers;
   bool grid_waited = false;
   u32 transfers = 0;  // under way
+  Tensor tensor;
 };
 
 struct Fiber : Thread {
@@ -94,6 +105,10 @@ struct Fiber : Thread {
   i64 products = 0, collected = 0;           // WGMMAs that it issued, and waited for
   std::deque<i64> committed;                 // `products` at each commit
   bool fenced = false;
+  std::vector<std::pair<u32, u32>> stores;   // to tensor memory, until wait::st
+  std::vector<u32> stored;                   // until fence::before_thread_sync
+  std::vector<std::pair<u32, void*>> loads;  // until wait::ld
+  bool tensor_ordered = false;               // fence::after_thread_sync since the last barrier
 };
 
 constexpr u32 SHARED_BASE = 1024, SHARED_BYTES = 232448;  // shared addresses begin there, as on the device
@@ -115,6 +130,7 @@ void poison(u8* memory, u64 bytes);
 u8* locate(u32 address, u32 bytes, u32 alignment);  // `shared`, which notes no caller
 Mbarrier& mbarrier_at(Block& block, u32 address);
 void mbarrier_progress(Mbarrier& barrier);
+void read_row(Block& block, u64 descriptor, int row, u8* to);  // 32 bytes of a product's operand
 void run_copies(Block& block, u32 thread, const std::vector<Copy>& copies);
 
 }  // namespace emu

@@ -151,15 +151,15 @@ PTX void movmatrix_sync_aligned_m8n8_trans_b16(auto& d, u32 a) {
   const auto element = [&](u32 r, u32 c) { return static_cast<u32>(rows[4 * r + c / 2]) >> (16 * (c % 2)) & 0xFFFF; };
   d = emu_pair(element(column, row), element(column + 1, row));
 }
+inline void emu_gather(u32 (&to)[32], u32 value) {  // of all lanes
+  const u64* rows = emu::exchange("mma.sync or ldmatrix", ~0u, value);
+  for (u32 lane = 0; lane < 32; ++lane) to[lane] = static_cast<u32>(rows[lane]);
+}
 // D = A B + C in fp32, in the order of the columns; fragments as the PTX ISA has them.
 PTX void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(auto& d0, auto& d1, auto& d2, auto& d3, u32 a0, u32 a1, u32 a2,
                                                                  u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3) {
   u32 a[4][32], b[2][32];
-  const auto gather = [](u32 (&to)[32], u32 value) {
-    const u64* rows = emu::exchange("mma.sync", ~0u, value);
-    for (u32 lane = 0; lane < 32; ++lane) to[lane] = static_cast<u32>(rows[lane]);
-  };
-  gather(a[0], a0), gather(a[1], a1), gather(a[2], a2), gather(a[3], a3), gather(b[0], b0), gather(b[1], b1);
+  emu_gather(a[0], a0), emu_gather(a[1], a1), emu_gather(a[2], a2), emu_gather(a[3], a3), emu_gather(b[0], b0), emu_gather(b[1], b1);
   const u32 g = emu::current->lane / 4, q = emu::current->lane % 4;
   const auto product = [&](u32 half, u32 column, float sum) {
     for (u32 k = 0; k < 16; ++k) {
@@ -171,6 +171,31 @@ PTX void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(auto& d0, auto& d1,
   };
   const float r0 = product(0, 2 * q, c0), r1 = product(0, 2 * q + 1, c1), r2 = product(1, 2 * q, c2), r3 = product(1, 2 * q + 1, c3);
   d0 = r0, d1 = r1, d2 = r2, d3 = r3;
+}
+PTX void mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(auto& d0, auto& d1, auto& d2, auto& d3, u32 a0, u32 a1, u32 a2,
+                                                                 u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3) {
+  u32 a[4][32], b[2][32];
+  emu_gather(a[0], a0), emu_gather(a[1], a1), emu_gather(a[2], a2), emu_gather(a[3], a3), emu_gather(b[0], b0), emu_gather(b[1], b1);
+  const u32 g = emu::current->lane / 4, q = emu::current->lane % 4;
+  const auto product = [&](u32 half, u32 column, float sum) {
+    for (u32 k = 0; k < 32; ++k) {
+      const u32 word = k / 4 % 4, of_a = a[k / 16 * 2 + half][4 * g + word], of_b = b[k / 16][4 * column + word];
+      sum += emu::from_e4m3(static_cast<u8>(of_a >> (8 * (k % 4)))) * emu::from_e4m3(static_cast<u8>(of_b >> (8 * (k % 4))));
+    }
+    return sum;
+  };
+  const float r0 = product(0, 2 * q, c0), r1 = product(0, 2 * q + 1, c1), r2 = product(1, 2 * q, c2), r3 = product(1, 2 * q + 1, c3);
+  d0 = r0, d1 = r1, d2 = r2, d3 = r3;
+}
+PTX void ldmatrix_sync_aligned_m8n8_x4_shared_b16(auto& d0, auto& d1, auto& d2, auto& d3, u32 at) {
+  u32 rows[32], d[4];
+  emu_gather(rows, at);
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 row = rows[8 * i + emu::current->lane / 4];
+    emu::shared(row, 16, 16);
+    d[i] = emu_load<u32>(row + emu::current->lane % 4 * 4);
+  }
+  d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
 }
 PTX void elect_sync(auto&, bool& elected, u32 mask) {
   emu::exchange("elect.sync", mask, 0);
@@ -228,5 +253,26 @@ PTX void createpolicy_fractional_b64(auto& d, float) { d = 0; }
 PTX void wgmma_fence_sync_aligned() { emu::wgmma_fence(); }
 PTX void wgmma_commit_group_sync_aligned() { emu::wgmma_commit(); }
 PTX void wgmma_wait_group_sync_aligned(u32 pending) { emu::wgmma_wait(pending); }
+
+// ---- tensor memory
+PTX void tcgen05_alloc_cta_group_1_sync_aligned_shared_cta_b32(u32 to, u32 columns) { emu::tensor_allocate(to, columns); }
+PTX void tcgen05_relinquish_alloc_permit_cta_group_1_sync_aligned() { emu::tensor_relinquish(); }
+PTX void tcgen05_dealloc_cta_group_1_sync_aligned_b32(u32 address, u32 columns) { emu::tensor_free(address, columns); }
+PTX void tcgen05_st_sync_aligned_16x128b_x2_b32(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  const u32 values[] = {a, b, c, d};
+  emu::tensor_store(to, false, values, 4);
+}
+PTX void tcgen05_ld_sync_aligned_16x256b_x2_b32(auto& a, auto& b, auto& c, auto& d, auto& e, auto& f, auto& g, auto& h, u32 from) {
+  void* const targets[] = {&a, &b, &c, &d, &e, &f, &g, &h};
+  emu::tensor_load(from, true, targets, 8);
+}
+PTX void tcgen05_wait_st_sync_aligned() { emu::tensor_wait_stored(); }
+PTX void tcgen05_wait_ld_sync_aligned() { emu::tensor_wait_loaded(); }
+PTX void tcgen05_fence_before_thread_sync() { emu::tensor_fence_before(); }
+PTX void tcgen05_fence_after_thread_sync() { emu::tensor_fence_after(); }
+PTX void tcgen05_mma_cta_group_1_kind_f16(u32 d, u32 a, u64 b, u32 instruction, bool add) {
+  emu::tensor_multiply(d, a, b, instruction, add);
+}
+PTX void tcgen05_commit_cta_group_1_mbarrier_arrive_one_shared_cluster_b64(u32 barrier) { emu::tensor_commit(barrier); }
 
 }  // namespace ptx

@@ -63,6 +63,7 @@ void bar_sync(u32 number, u32 threads) {
   EMU_CALLER;
   if (number > 15 || threads % 32 || threads == 0) fail("bar.sync %u, %u; allowed: 0 to 15, multiples of 32", number, threads);
   Barrier& barrier = fiber.owner->barriers[number];
+  fiber.tensor_ordered = false;
   if (barrier.arrived && barrier.expected != threads)
     fail("bar.sync %u for %u threads, where others wait for %u", number, threads, barrier.expected);
   barrier.expected = threads;
@@ -187,6 +188,7 @@ bool mbarrier_wait(u32 address, u32 parity) {
   EMU_CALLER;
   if (parity > 1) fail("parity %u at the mbarrier at %u", parity, address);
   Mbarrier& barrier = mbarrier_at(*fiber.owner, address);
+  fiber.tensor_ordered = false;
   while (barrier.phase == parity) {
     barrier.waiting.push_back(&fiber);
     wait(MBARRIER, static_cast<u64>(address) * 2 + parity);
