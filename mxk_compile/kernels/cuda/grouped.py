@@ -30,8 +30,7 @@ from mxk_compile.ops.project import GROUP_ROWS, NUM_ROUTING
 _GROUPS = struct.Struct("=9Q2q15i4x")
 _GROUPS_CHANGING = ((0, struct.Struct("=9Q")),)
 _KINDS = {"sorted": 0, "contiguous": 1, "masked": 2}
-_MOST_BLOCKS = 32768  # whose counts fit into Hopper's shared memory
-_OTHER_SHARED = 4096  # bytes, above what groups_plan has beside the counts
+_MOST_BLOCKS = 24576  # whose counts fit into the 99 KB of shared memory that a block has on every device
 _MOST_PREPARED = 4096
 _ROUTES_WEIGHTS = (0, 0)  # router weights have no part in a projection
 
@@ -49,16 +48,11 @@ def refusal(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any
         reason = f"K = {columns}; allowed: multiples of 32 above 0"
     elif num_experts > prefill.MOST_EXPERTS:
         reason = f"E = {num_experts}; allowed: up to {prefill.MOST_EXPERTS}"
+    elif overload != "routes" and _blocks(overload, num_experts, routing, attributes)[2] > _MOST_BLOCKS:
+        reason = f"more than {_MOST_BLOCKS} blocks of rows; allowed: so many"
     else:
-        most = _most_blocks(served(out.get_device()))
-        if overload == "routes" or _blocks(overload, num_experts, routing, attributes)[2] <= most:
-            return None
-        reason = f"more than {most} blocks of rows; allowed: so many"
+        return None
     return f"CUDA kernels: {reason}"
-
-
-def _most_blocks(device: Device) -> int:
-    return min(_MOST_BLOCKS, (device.shared_bytes - _OTHER_SHARED) // 4)
 
 
 def _blocks(
@@ -123,7 +117,7 @@ def _groups(device: Device) -> tuple[Kernel, Kernel]:
     plan, gather = (
         Kernel(module.kernel(name), _GROUPS, _GROUPS_CHANGING, threads, shared, overlap=True)
         for name, threads, shared in (
-            ("groups_plan", prefill.SORT_THREADS, 4 * _most_blocks(device)),
+            ("groups_plan", prefill.SORT_THREADS, 4 * _MOST_BLOCKS),
             ("groups_gather", 32 * prefill.GATHER_WARPS, 0),
         )
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mxk_compile.kernels.cuda import build
+from mxk_compile.kernels.cuda.devices import HOPPER
 from mxk_compile.testing import MoECase, random_case, rel_l2
 
 MOST_ERROR = 2e-3  # against the reference with the same rounding of the intermediate; one rounding is 1.7e-3
@@ -126,5 +127,4 @@ def test_fifty_runs_give_the_same_bits(schedule: str, force: Force) -> None:
     ids=["small scales", "2 groups", "padded scales", "copied by hand"],
 )
 def test_decode_sources_compile(macros: dict[str, int]) -> None:
-    options = (*build._OPTIONS, *(f"-D{macro}={value}" for macro, value in macros.items()))
-    assert build.compile_nvrtc("moe_decode.cu", options).startswith(b"\x7fELF")
+    assert build.compile_nvrtc("moe_decode.cu", build.options_for(HOPPER, macros)).startswith(b"\x7fELF")

@@ -7,6 +7,7 @@ import struct
 import pytest
 
 from mxk_compile.kernels.cuda import build, decode, dequant, grouped, prefill
+from mxk_compile.kernels.cuda.devices import HOPPER
 from mxk_compile.kernels.tpc.elf import sections
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"NVRTC: {build.missing()}")
@@ -33,7 +34,7 @@ def test_arguments_have_the_size_that_is_packed(name: str) -> None:
     before = -(-BEFORE_ARGUMENTS // alignment) * alignment
     banks = {
         section.removeprefix(".nv.constant0."): len(content) - before
-        for section, content in sections(build.compile_nvrtc(name, build._OPTIONS)).items()
+        for section, content in sections(build.compile_nvrtc(name, build.options_for(HOPPER, {}))).items()
         if section.startswith(".nv.constant0.")
     }
     assert banks
