@@ -23,7 +23,7 @@
 // slots, a part of the columns each; when its gate/up rows are issued it goes on with its down rows, while the others wait
 // for the grid-wide barrier between the projections. SHARES warpgroups of consumers share the columns of every slot: a
 // warp has 16 rows, turns codes into FP8 in registers, multiplies them by the activations in shared memory, a group of 32
-// columns a WGMMA, and scales the group's sums (decode_multiply.cuh). Activations become FP8 digits once a block and expert
+// columns a WGMMA, elsewhere an mma.sync, and scales the group's sums (decode_multiply.cuh). Activations become FP8 digits once a block and expert
 // (decode_digits.cuh, docs/adr/0010-fp8-digits.md): the first expert's by the consumers, the next ones' ahead of time by three
 // warps. Four warps add the consumers' sums in fixed order, apply bias, activation or router weight, and store; whoever stores
 // the last part of 16 output columns adds up the slots there.

@@ -21,6 +21,9 @@
 // (token tile, row tile), row tiles fastest: the tiles of one expert run together, and a launch takes its weights from
 // device memory once. Producers look a tile ahead, and hand on what its consumers want to know at the end (List).
 //
+// Said of Hopper, where it was measured. Blackwell has other products behind the same interface (prefill_mma.cuh,
+// prefill_tcgen05.cuh) and was not measured.
+//
 // Limits: K and I multiples of 32, weight rows on 16 bytes.
 #include "prefill_feed.cuh"
 #include "prefill_multiply.cuh"

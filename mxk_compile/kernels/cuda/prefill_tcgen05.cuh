@@ -87,7 +87,7 @@ struct Products {
     tensor_fence_before();
     asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
   }
-  __device__ __forceinline__ void run(Sums&, const Fragment& steps, u64 operand, int, bool leader) {
+  __device__ __forceinline__ void run(Sums&, const Fragment& steps, u64 tokens, int, bool leader) {
     tensor_fence_after();
 #pragma unroll
     for (int i = 0; i < GROUP_STEPS; ++i) {
@@ -96,11 +96,13 @@ struct Products {
     }
     tensor_wait_stored();
     sync();
+    // Of these the compiler is to see that a warp has one value: else it loops over lanes for each instruction.
+    const u32 d = __shfl_sync(~0u, sums, 0), a = __shfl_sync(~0u, fragments(), 0);
+    const u64 b = operand(0) | __shfl_sync(~0u, static_cast<u32>(tokens), 0);
     if (leader) {
       tensor_fence_after();
 #pragma unroll
-      for (int i = 0; i < GROUP_STEPS; ++i)
-        tensor_multiply(sums, fragments() + 8 * i, operand + 2 * i, more || i > 0);
+      for (int i = 0; i < GROUP_STEPS; ++i) tensor_multiply(d, a + 8 * i, b + 2 * i, more || i > 0);
       tensor_commit(done + turn % 2 * 8);
     }
     more = true;

@@ -213,6 +213,6 @@ def test_blocks_beyond_shared_memory_are_refused() -> None:
     packed = torch.empty(2, 8, 32, dtype=torch.uint8)
     arguments = (torch.empty(1 << 20, 8), x, places, places, places[:1], packed, packed)
     assert grouped.refusal("sorted", *arguments, top_k=1, block_size=16) == (
-        "CUDA kernels: more than 32768 blocks of rows; allowed: so many"
+        "CUDA kernels: more than 24576 blocks of rows; allowed: so many"
     )
-    assert grouped.refusal("sorted", *arguments, top_k=1, block_size=32) is None
+    assert grouped.refusal("sorted", *arguments, top_k=1, block_size=64) is None

@@ -76,10 +76,15 @@ def test_schedules_fit_the_shared_memory_of_the_device() -> None:
         assert heuristic(dataclasses.replace(gptoss(num_tokens), kind=roomy)) == heuristic(gptoss(num_tokens))
         chosen = heuristic(dataclasses.replace(gptoss(num_tokens), kind=small))
         assert max(chosen.sizes, default=16) <= small.most_rows == 96
-    assert str(heuristic(dataclasses.replace(GPTOSS, kind=small))) == "decode:groups=2,column_tiles=1,max_routes=64,chunk=16"
+    assert (
+        str(heuristic(dataclasses.replace(GPTOSS, kind=small)))
+        == "decode:groups=2,column_tiles=1,max_routes=64,chunk=16"
+    )
     wide = Problem("some device", "mxfp4", 48, 2048, 7168, 8, 4)
     assert heuristic(wide).kernel == "decode"
-    assert heuristic(dataclasses.replace(wide, kind=small)).kernel == "prefill", "a row's activations alone take 57 KB"
+    assert heuristic(dataclasses.replace(wide, kind=small)).kernel == "prefill", (
+        "a row's activations alone take 57 KB"
+    )
 
 
 def test_the_choice_depends_on_nothing_but_the_problem() -> None:

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from mxk_compile.kernels import MoEDesc, select, supports
 from mxk_compile.errors import KernelError
+from mxk_compile.kernels import MoEDesc, select, supports
 from mxk_compile.kernels.cuda import build, devices
 from mxk_compile.settings import Settings
 
