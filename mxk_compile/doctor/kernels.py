@@ -98,7 +98,9 @@ def cuda_kernels() -> Iterator[Finding]:
         return
     kind = cuda.devices.served()
     if not kind.measured:
-        yield Finding(name, "warn", f"{device}: {kind}", "MXK_CUDA_UNMEASURED is set: check results, and tell us")
+        yield Finding(
+            name, "warn", f"{device}: {kind}", "MXK_CUDA_UNMEASURED is set: check results, and tell us"
+        )
         return
     yield Finding(name, "ok", f"{device}, compiled at the first call of a shape into {build.cache_folder()}")
 

@@ -53,13 +53,13 @@ FAULTS = {
         "decode_multiply.cuh", wait("barriers + AT_SUMS_EMPTY + 8 * turn.sums.slot, turn.sums.parity ^ 1"), "",
     ),
     "fragment": Fault("decode_multiply.cuh", "unpack(low, a[i][0], a[i][2])", "unpack(low, a[i][2], a[i][0])"),
-    "descriptor": Fault("decode_multiply.cuh", "DIGITS) >> 4 | (128 >> 4) << 16", "DIGITS) >> 4 | (64 >> 4) << 16"),
+    "descriptor": Fault("decode_wgmma.cuh", "address >> 4 | (128 >> 4) << 16", "address >> 4 | (64 >> 4) << 16"),
     "no proxy fence": Fault(
         "decode_digits.cuh", 'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");', "",
         "without a fence.proxy.async",
     ),
-    "no wait for products": Fault("decode_multiply.cuh", "wgmma_wait<0>();", ""),
-    "no fence of registers": Fault("decode_multiply.cuh", "  wgmma_fence();", "", "without a wgmma.fence", slow=True),
+    "no wait for products": Fault("decode_wgmma.cuh", "wgmma_wait<0>();", ""),
+    "no fence of registers": Fault("decode_wgmma.cuh", "  wgmma_fence();", "", "without a wgmma.fence", slow=True),
     "registers": Fault(
         "decode.cuh", "(CONSUMERS * 32) / 8 * 8;", "(CONSUMERS * 32) / 8 * 8 + 8;", "setmaxnreg", slow=True
     ),
@@ -71,8 +71,10 @@ FAULTS = {
     "routes unsorted": Fault("decode_routes.cuh", "  __syncthreads();\n  return {", "  return {", slow=True),
     "swizzle": Fault("rows.cuh", "(c ^ (row & 7)) * 16", "c * 16", schedule=PREFILL),
     "exchange": Fault("rows.cuh", "__syncwarp();\n    // Chunk", "// Chunk", schedule=PREFILL, slow=True),
-    "stage released": Fault("prefill_multiply.cuh", "wgmma_wait<1>();", "wgmma_wait<2>();", schedule=PREFILL),
-    "rows of the operand": Fault("prefill.cuh", "(1024 >> 4) << 32", "(512 >> 4) << 32", schedule=PREFILL, slow=True),
+    "stage released": Fault("prefill_wgmma.cuh", "wgmma_wait<1>();", "wgmma_wait<2>();", schedule=PREFILL),
+    "rows of the operand": Fault(
+        "prefill_wgmma.cuh", "(1024 >> 4) << 32", "(512 >> 4) << 32", schedule=PREFILL, slow=True
+    ),
     "half a fragment": Fault(
         "prefill_multiply.cuh", "group[i][unit][half + 2] =", "group[i][unit][3 - half] =", schedule=PREFILL, slow=True
     ),

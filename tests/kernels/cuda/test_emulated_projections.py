@@ -13,6 +13,7 @@ from kernels.cuda import emulator
 from torch import Tensor
 
 from mxk_compile.kernels.cuda import build, decode, dequant, driver, grouped, prefill
+from mxk_compile.kernels.cuda.devices import HOPPER
 from mxk_compile.ops.formats import mxfp4
 from mxk_compile.ops.project import experts_of_rows, reference
 from mxk_compile.projections import align
@@ -140,7 +141,7 @@ def test_arguments_have_the_size_that_is_packed(name: str) -> None:
     kernels = re.findall(r'extern "C" __global__ .*?(\w+)\(const', (build.SOURCES / name).read_text())
     assert kernels
     with emulator.use() as machine:
-        library = driver.Library(build.build(name, {}, build.compile_nvrtc, lambda: ""))
+        library = driver.Library(build.build(name, {}, HOPPER, build.compile_nvrtc, lambda: ""))
         for kernel in kernels if name != "prefill.cu" else kernels[1:]:
             library.kernel(kernel)
         sizes = {machine.argument_bytes(address) for _, address in machine.kernels}
