@@ -29,7 +29,8 @@ from mxk_compile.variants import VARIANTS
 OURS = "mxk"
 _TURN_SECONDS, _MOST_CALLS = 0.1, 8  # of the timed calls of a turn
 _PAUSE_SECONDS = 0.05  # pools were idle 5 to 50 ms after their last call
-_WAIT_SECONDS = 5.0
+_WAIT_SECONDS = 5.0  # for a process to end
+_ANSWER_SECONDS = 300.0  # repacking a layer is what takes longest
 
 
 class Gone(Exception):
@@ -91,6 +92,8 @@ class Participant:
         try:
             for message in messages:
                 self._connection.send(message)
+            if not self._connection.poll(_ANSWER_SECONDS):
+                raise Gone(f"no answer within {_ANSWER_SECONDS:.0f} s")
             answer = self._connection.recv()
         except (EOFError, OSError):  # of a pipe whose other end is gone
             self._process.join(_WAIT_SECONDS)
