@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pathlib
 import subprocess
@@ -418,6 +419,7 @@ def test_explain(layer: Layer) -> None:
 
 
 def test_explain_of_a_module_that_was_compiled_in_place(layer: Layer) -> None:
+    layer = copy.deepcopy(layer)  # the other tests' layer stays as it is
     layer.compile(backend="mxk", options={"inner_backend": "eager"})
     with torch.no_grad():
         assert mxk_compile.explain(layer, tokens(4)).num_fused == 1
