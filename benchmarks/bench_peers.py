@@ -1,13 +1,9 @@
-"""`mxk::moe` on CPU and public peers side by side: a process each, turn by turn, rel_l2 on each row.
+"""`mxk::moe` on CPU and public peers side by side: a process each, turn by turn. Method and peers: docs/bench.md.
 
-`mxk bench` takes one implementation after the other; on a machine that others use, only what took turns can be
-compared. In a round each implementation makes one call unseen and up to eight that are timed, on its next copies and
-experts. A line of output is one JSON object: `us`, the median over the rounds of each round's median; `of_ours`, the
-median of each round's ratio to the first of ours; `packed_gb_s`, packed bytes of the experts touched over that time,
-whatever is read; `read_gb_s`, the best of plain reads between the rounds. A table follows on stderr. The peers are the
-modules of benchmarks/peers for CPUs; those that cannot take part say why on stderr. Instruction sets of ours may be
-named, each with the rows from which an expert takes the tile unit. `--cpu-time` counts CPU time of one thread: its
-ratios hold where those of wall time do not.
+A line of output is one JSON object: `us`, the median over the rounds of each round's median; `of_ours`, the median of
+each round's ratio to the first of ours; `packed_gb_s`, packed bytes of the experts touched over that time, whatever is
+read; `read_gb_s`, the best of plain reads between the rounds. Instruction sets of ours may be named, each with the rows
+from which an expert takes the tile unit.
 
     python benchmarks/bench_peers.py --variant gptoss --tokens 1,4,8,32 --isa amx,avx512,avx2,portable
     python benchmarks/bench_peers.py --peers "" --routing even --tokens 8,32,48,64,128 --isa amx:1,avx512  # crossover
@@ -32,7 +28,7 @@ from mxk_compile.bench import cases, implementations, timing
 from mxk_compile.bench.points import DEFAULT_VARIANT, ROUTINGS, Point
 from mxk_compile.bench.runner import checked_part
 from mxk_compile.parity.cases import error_of
-from mxk_compile.settings import CPU_ISAS
+from mxk_compile.settings import CPU_ISAS, whole_number
 from mxk_compile.testing import MoECase, machine, random_layer
 from mxk_compile.variants import VARIANTS
 
@@ -135,16 +131,21 @@ def _say(name: str, reason: Gone) -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    values = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of at least 1, as 1,4,8")
-    return values
+    try:
+        return [whole_number(part, 1) for part in text.split(",")]
+    except ValueError:
+        error = f"{text!r} is no list of numbers of at least 1, as 1,4,8"
+        raise argparse.ArgumentTypeError(error) from None
 
 
 def _isas(text: str) -> list[str]:
     for name in text.split(","):
         isa, colon, rows = name.partition(":")
-        if isa not in CPU_ISAS or bool(colon) != (rows.isdecimal() and 1 <= int(rows) <= _MOST_ROWS):
+        try:
+            known = isa in CPU_ISAS and (not colon or whole_number(rows, 1, _MOST_ROWS))
+        except ValueError:
+            known = False
+        if not known:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(CPU_ISAS)}, or one and :ROWS")
     return text.split(",")
 

@@ -49,9 +49,8 @@ def layer(case: MoECase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     requests = [_expert(parts, e, case.attributes) for e in range(len(case.w2))]
 
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        num_experts = len(
-            parts["down"].codes
-        )  # named here, they live as long as the models, which read their memory
+        # The models read the memory of `parts`, which lives as long as this function names it.
+        num_experts = len(parts["down"].codes)
         total = torch.zeros(x.shape, dtype=torch.float32)
         rows = x.float()
         for e in ids[ids < num_experts].unique().tolist():
