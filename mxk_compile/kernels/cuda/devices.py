@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 
@@ -70,7 +69,6 @@ def refusal(index: int | None = None) -> str | None:
     return f"{given}: compiled for it, never run there; allowed: 9.0 (Hopper), or MXK_CUDA_UNMEASURED=1"
 
 
-@functools.cache
 def served(index: int | None = None) -> Device:
     """The kind of a CUDA device, by default of the current one; raises KernelError if it is not served."""
     reason = refusal(index)

@@ -31,7 +31,6 @@ GOOD = MoEDesc(
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that can run the kernels."""
-    devices.served.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "some device")
@@ -98,7 +97,18 @@ def test_devices_on_which_nothing_ran_are_served_where_asked_for(
     assert supports(GOOD) is None
     assert str(select(GOOD)) == f"cuda/nvrtc/{architecture}"
     assert str(devices.served()).endswith("not measured, not run")
-    devices.served.cache_clear()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_current_device_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another may have become the current one: devices of a machine may differ."""
+    monkeypatch.setattr(devices, "settings", Settings(cuda_unmeasured=True))
+    for capability, architecture in (((9, 0), "sm_90a"), ((12, 0), "sm_120a"), ((9, 0), "sm_90a")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None, now=capability: now)
+        assert str(select(GOOD)) == f"cuda/nvrtc/{architecture}"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (8, 9))
+    with pytest.raises(KernelError, match=r"compute capability 8\.9"):
+        devices.served()
 
 
 def test_without_the_bindings_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
