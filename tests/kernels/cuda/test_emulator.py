@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernels.cuda import emulator
+from kernels.cuda.emulator import build
 from kernels.cuda.emulator.translate import TranslationError
 from torch import Tensor
 
@@ -95,7 +96,13 @@ def test_products(kind: str, span: int, tmp_path: Path) -> None:
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-3)
 
 
-def test_operands_that_were_stored_without_a_fence_are_seen(tmp_path: Path) -> None:
+def test_operands_that_were_stored_without_a_fence_are_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where: also from a library below a folder with a space in its name."""
+    build.runtime()  # not built anew there
+    (tmp_path / "a b").mkdir()
+    monkeypatch.setattr(build, "folder", lambda: tmp_path / "a b")
     with pytest.raises(
         emulator.EmulatorError, match="which thread 0 wrote without a fence.proxy.async at hopper.cuh:"
     ):

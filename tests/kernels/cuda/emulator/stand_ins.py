@@ -104,7 +104,7 @@ class Machine:
                 kernel, argument, blocks, threads, shared_bytes, resident, registers, overlap, self.seed
             )
         if error is not None:
-            text = re.sub(r"<(\S+)\+(0x\w+)>", lambda m: build.inlined_at(m[1], m[2]), error.decode())
+            text = re.sub(r"<([^<>]+)\+(0x\w+)>", lambda m: build.inlined_at(m[1], m[2]), error.decode())
             raise EmulatorError(f"{name}: {text}")
 
     def modules(self) -> dict[str, ModuleType]:
