@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.cuda import emulator
+from projection_calls import random_weight
 from torch import Tensor
 
 from mxk_compile.kernels.cuda import dequant, grouped
@@ -21,28 +22,6 @@ pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=f"emulato
 MOST_ERROR = 2.5e-3  # one bf16 rounding of the result, and of INT4's products where a scale makes them long
 UNWRITTEN = -7.0
 project = functools.partial(grouped.project, lambda *_, **__: None)
-
-
-def weight_of(
-    num_experts: int,
-    outputs: int,
-    inputs: int,
-    weight_format: str,
-    group: int | None = 32,
-    zero: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Random packed weight, scale and zero points."""
-    generator = torch.Generator().manual_seed(outputs + inputs)
-    shape = (num_experts, outputs, inputs)
-    packed = torch.randint(0, 256, (*shape[:2], inputs // 2), generator=generator, dtype=torch.uint8)
-    if weight_format == "mxfp4":
-        scale = torch.randint(118, 124, (*shape[:2], inputs // 32), generator=generator, dtype=torch.uint8)
-        return packed, scale, None
-    scale = (
-        torch.rand(*shape[:2], inputs // (group or inputs), generator=generator) * 0.04 + 0.005
-    ).bfloat16()
-    zeros = torch.randint(0, 16, scale.shape, generator=generator, dtype=torch.uint8) if zero else None
-    return packed, scale, zeros
 
 
 def check(
@@ -76,7 +55,7 @@ def check(
 def test_routes(weight_format: str, zero: bool, inputs: int, outputs: int) -> None:
     x = torch.randn(13, inputs).bfloat16()
     ids = torch.randint(-1, 7, (13, 2), dtype=torch.int32)
-    weight = weight_of(5, outputs, inputs, weight_format, 64 if zero else 32, zero)
+    weight = random_weight(5, outputs, inputs, weight_format, 64 if zero else 32, zero)
     check("routes", x, (ids,), weight, 26, weight_format=weight_format, top_k=2, experts_min=1)
 
 
@@ -88,7 +67,7 @@ def test_sorted_lists_longer_than_what_counts(block_size: int) -> None:
     expert_ids[1::3] = -1  # of another rank
     routing = (torch.cat([sorted_ids, junk]), torch.cat([expert_ids, junk]), count)
     attributes = {"weight_format": "uint4", "top_k": 4, "block_size": block_size}
-    check("sorted", x, routing, weight_of(12, 264, 256, "uint4"), 80, **attributes)
+    check("sorted", x, routing, random_weight(12, 264, 256, "uint4"), 80, **attributes)
 
 
 def test_contiguous() -> None:
@@ -99,7 +78,7 @@ def test_contiguous() -> None:
     ]
     m_indices = torch.cat([*indices, torch.full((128,), -1)]).int()
     x = torch.randn(len(m_indices), 96).bfloat16()
-    weight = weight_of(4, 264, 96, "uint4")
+    weight = random_weight(4, 264, 96, "uint4")
     check("contiguous", x, (m_indices,), weight, len(m_indices), weight_format="uint4")
 
 
@@ -107,7 +86,7 @@ def test_contiguous() -> None:
 def test_masked(max_m: int, expected_m: int) -> None:
     masked_m = torch.tensor([3, 0, 40, 300, -2], dtype=torch.int32)
     x = torch.randn(5, max_m, 256).bfloat16()
-    weight = weight_of(5, 264, 256, "uint4")
+    weight = random_weight(5, 264, 256, "uint4")
     check("masked", x, (masked_m,), weight, 5 * max_m, weight_format="uint4", expected_m=expected_m)
 
 
