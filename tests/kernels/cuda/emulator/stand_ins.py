@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from mxk_compile.kernels.cuda.devices import HOPPER
+
 from . import build
 from .translate import TranslationError
 
@@ -22,7 +24,7 @@ MAP = struct.Struct("=8sQ5Q4Q5H3B27x")  # struct TensorMap of device/tensor_map.
 _KERNEL = struct.Struct("=Q3I4x")  # struct Kernel of device/runtime.h
 _OK, _FAILED = SimpleNamespace(value=0, name="SUCCESS"), SimpleNamespace(value=1, name="FAILED")
 _ELEMENT_BYTES = {"UINT8": 1, "UINT16": 2, "BFLOAT16": 2, "UINT32": 4, "INT32": 4, "FLOAT32": 4}
-_REGISTERS, _MOST_REGISTERS, _MOST_SHARED, _SMALL_SHARED = 65536, 248, 232448, 48 * 1024
+_REGISTERS, _MOST_REGISTERS, _SMALL_SHARED = 65536, 248, 48 * 1024
 _lock = threading.Lock()
 
 
@@ -45,7 +47,7 @@ class Machine:
         compiled: sources, and the macros that they were compiled with.
     """
 
-    def __init__(self, processors: int, seed: int, most_shared: int = _MOST_SHARED) -> None:
+    def __init__(self, processors: int, seed: int, most_shared: int = HOPPER.shared_bytes) -> None:
         self.processors, self.seed, self.most_shared = processors, seed, most_shared
         self.libraries: list[ctypes.CDLL] = []
         self.kernels: list[tuple[str, int]] = []  # name and address of struct Kernel
