@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -102,6 +103,30 @@ def test_what_is_no_tensor_is_refused(place: int) -> None:
             function(*tensors, **case.attributes)
         with pytest.raises(TypeError):
             function(*tensors[:2], **case.attributes)
+
+
+def test_references_are_given_back() -> None:
+    case = random_case(bias=True, **SMALL)
+    lists = (*case.routing, *case.lists)
+    wrong = [*lists[:-1], [*lists[-1][:-1], 3]]
+    kernels.moe_lists_cpu(*lists, **case.attributes)
+    held = [*case.routing, *lists, *lists[3], *kernels.prepared["CPU"].values(), *case.attributes, None]
+    before = [sys.getrefcount(thing) for thing in held]
+    for _ in range(1000):
+        kernels.moe_lists_cpu(*lists, **case.attributes)
+    for _ in range(20):
+        with pytest.raises((AttributeError, TypeError)):
+            kernels.moe_lists_cpu(*wrong, **case.attributes)
+    after = [sys.getrefcount(thing) for thing in held]
+    assert all(abs(a - b) < 100 for a, b in zip(after, before, strict=True))  # None is everywhere
+
+
+def test_lists_that_are_longer_than_a_key() -> None:
+    case = random_case(num_tokens=2, num_experts=2500, top_k=2, hidden_size=32, intermediate_size=32)
+    expected = case.reference()
+    for _ in range(3):
+        result = torch.ops.mxk.moe.lists(*case.routing, *case.lists, **case.attributes)
+        assert rel_l2(result, expected) < 2.5e-3
 
 
 def test_weights_changed_in_place() -> None:
