@@ -329,6 +329,7 @@ def test_modes_still_see_the_op(context: Callable[[], Any]) -> None:
         assert type(torch.ops.mxk.moe(*routing, *fake, **case.attributes)).__name__ == "FakeTensor"
 
 
+@pytest.mark.parametrize("nothing_prepared", ["C"], indirect=True)  # torch 2.10 takes no profiler in another
 @pytest.mark.parametrize("form", ["moe", "moe.lists"])
 def test_a_compiled_graph_calls_the_kernel_itself(form: str) -> None:
     from torch._inductor.utils import run_and_get_code
