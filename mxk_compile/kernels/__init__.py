@@ -134,16 +134,13 @@ def _enter(op: str, device: str, kernels: Any) -> Callable[..., Tensor]:
     def learn(key: Any, *args: Any, **attributes: Any) -> Tensor:
         return _prepare(kernels, known, key, args, attributes)
 
-    ways: list[Callable[..., Tensor]] = [functools.partial(run, own), run, functools.partial(run, None)]
-    if not on_cuda:
-        keysets = None, (below, plain, torch._C._any_requires_grad), None
-        ways = [
-            cpu.entry(known, learn, way, given, lists=not stacked)
-            for way, given in zip(ways, keysets, strict=True)
-        ]
-    library.impl(op, ways[0], device)
-    library.impl(op, ways[1], f"Autograd{device}", with_keyset=True)
-    return ways[2]
+    def entry(general: Callable[..., Tensor], keysets: Any = None) -> Callable[..., Tensor]:
+        return general if on_cuda else cpu.entry(known, learn, general, keysets, lists=not stacked)
+
+    library.impl(op, entry(functools.partial(run, own)), device)
+    with_gradients = entry(run, (below, plain, torch._C._any_requires_grad))
+    library.impl(op, with_gradients, f"Autograd{device}", with_keyset=True)
+    return entry(functools.partial(run, None))
 
 
 moe_cpu = _enter("moe", "CPU", cpu)
