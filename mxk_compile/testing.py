@@ -43,7 +43,8 @@ def most_rel_l2(expected: Tensor) -> float:
     """
     slack = 1.25 if expected.numel() < 1024 else 1.08
     cost = slack * rel_l2(expected.bfloat16(), expected)
-    return cost if MAX_REL_L2 < cost < float("inf") else MAX_REL_L2  # NaN of zeros, infinite beyond bf16's range
+    # NaN where all are zero, infinite beyond bf16's range.
+    return cost if MAX_REL_L2 < cost < float("inf") else MAX_REL_L2
 
 
 def _cpuinfo() -> list[str]:
