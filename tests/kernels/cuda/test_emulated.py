@@ -202,7 +202,8 @@ TABLES = {"decode": DECODE, "prefill": PREFILL, "packed": INT4, "lonely": LONELY
 @pytest.fixture(scope="module", autouse=True)
 def built(request: pytest.FixtureRequest) -> None:
     """Compiles what the chosen tests need, by two threads."""
-    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = [item.callspec.params for item in items if hasattr(item, "callspec")]
     calls = [
         TABLES[name][key]
         for params in chosen

@@ -108,10 +108,13 @@ def run(schedule: str, sources: Path | None = None, processors: int = 2) -> tupl
 @pytest.fixture(scope="module")
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The sources with each chosen fault in them, compiled by two threads."""
-    items = [item for item in request.session.items if "folders" in getattr(item, "fixturenames", ())]
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = [
+        item.callspec.params["name"] for item in items if "folders" in getattr(item, "fixturenames", ())
+    ]
     compiled = {schedule: run(schedule)[1].compiled for schedule in (DECODE, PREFILL)}
     made, work = {}, []
-    for name in [item.callspec.params["name"] for item in items]:
+    for name in chosen:
         fault = FAULTS[name]
         made[name] = tmp_path_factory.mktemp("fault") / "sources"
         shutil.copytree(build.SOURCES, made[name], ignore=shutil.ignore_patterns("*.py", "__pycache__"))
