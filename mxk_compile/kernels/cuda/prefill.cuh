@@ -77,6 +77,23 @@ struct List {
 using Sums = float[2][TOKENS / 2];         // of a lane: both units, fragments of D
 using Fragment = u32[GROUP_STEPS][2][4];  // of each step and unit
 
+// What `Products` of prefill_wgmma.cuh and prefill_mma.cuh share, whose sums are in registers. `Products` are one consumer
+// thread's; a leader makes one of its warpgroup's ARRIVALS at the barrier of a stage, where all have read it.
+struct RegisterSums {
+  static constexpr int ARRIVALS = 4;
+  struct Shared {};
+  static __device__ __forceinline__ bool leads(int lane, int) { return lane == 0; }
+  static __device__ __forceinline__ void prepare(Shared&) {}
+  __device__ __forceinline__ void begin(Sums& sum) {
+#pragma unroll
+    for (int unit = 0; unit < 2; ++unit) {
+#pragma unroll
+      for (int i = 0; i < TOKENS / 2; ++i) sum[unit][i] = 0.0f;
+    }
+  }
+  __device__ __forceinline__ void end() {}
+};
+
 // Scales of one block of a lane's four weight rows: both units, and rows g and g + 8 (gate and up) of a fragment.
 struct Scales {
   Scale of[2][2];

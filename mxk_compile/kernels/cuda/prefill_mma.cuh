@@ -3,25 +3,13 @@
 #include "mma.cuh"
 #include "prefill.cuh"
 
-struct Products {
-  static constexpr int ARRIVALS = 4;
-  struct Shared {};
-  static __device__ __forceinline__ bool leads(int lane, int) { return lane == 0; }
-
+struct Products : RegisterSums {
   // Lanes 8i to 8i + 7 name rows of matrix i: chunk i % 2 of a step, of 8 tokens and the next 8.
   static __device__ __forceinline__ u32 operand(u32 address) {
     const u32 lane = threadIdx.x % 32, row = lane % 8 + lane / 16 * 8, chunk = lane / 8 % 2;
     return address + row * BLOCK_BYTES + ((chunk ^ row % 8) << 4);
   }
-  static __device__ __forceinline__ void prepare(Shared&) {}
   __device__ __forceinline__ explicit Products(Shared&) {}
-  __device__ __forceinline__ void begin(Sums& sum) {
-#pragma unroll
-    for (int unit = 0; unit < 2; ++unit) {
-#pragma unroll
-      for (int i = 0; i < TOKENS / 2; ++i) sum[unit][i] = 0.0f;
-    }
-  }
   __device__ __forceinline__ void wait(bool, u32) {}
   __device__ __forceinline__ void run(Sums& sum, const Fragment& group, u32 operand, int first, bool) {
 #pragma unroll
@@ -43,5 +31,4 @@ struct Products {
     if (leader) barrier_arrive(barrier);
   }
   __device__ __forceinline__ void finish(Sums&, u32, bool) {}
-  __device__ __forceinline__ void end() {}
 };

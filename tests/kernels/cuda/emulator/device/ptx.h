@@ -155,37 +155,38 @@ inline void emu_gather(u32 (&to)[32], u32 value) {  // of all lanes
   const u64* rows = emu::exchange("mma.sync or ldmatrix", ~0u, value);
   for (u32 lane = 0; lane < 32; ++lane) to[lane] = static_cast<u32>(rows[lane]);
 }
-// D = A B + C in fp32, in the order of the columns; fragments as the PTX ISA has them.
-PTX void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(auto& d0, auto& d1, auto& d2, auto& d3, u32 a0, u32 a1, u32 a2,
-                                                                 u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3) {
+// D = A B + C in fp32, in the order of the COLUMNS; fragments as the PTX ISA has them. `multiply` takes a word of each and
+// the element in it.
+template <u32 COLUMNS>
+void emu_mma(auto multiply, auto& d0, auto& d1, auto& d2, auto& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0,
+             float c1, float c2, float c3) {
   u32 a[4][32], b[2][32];
   emu_gather(a[0], a0), emu_gather(a[1], a1), emu_gather(a[2], a2), emu_gather(a[3], a3), emu_gather(b[0], b0), emu_gather(b[1], b1);
   const u32 g = emu::current->lane / 4, q = emu::current->lane % 4;
+  constexpr u32 IN_WORD = COLUMNS / 8;
   const auto product = [&](u32 half, u32 column, float sum) {
-    for (u32 k = 0; k < 16; ++k) {
-      const u32 word = k / 2 % 4, of_a = a[k / 8 * 2 + half][4 * g + word], of_b = b[k / 8][4 * column + word];
-      sum += k % 2 ? __uint_as_float(of_a & 0xFFFF0000u) * __uint_as_float(of_b & 0xFFFF0000u)
-                   : __uint_as_float(of_a << 16) * __uint_as_float(of_b << 16);
+    for (u32 k = 0; k < COLUMNS; ++k) {
+      const u32 word = k / IN_WORD % 4, upper = k / (COLUMNS / 2);
+      sum += multiply(a[upper * 2 + half][4 * g + word], b[upper][4 * column + word], k % IN_WORD);
     }
     return sum;
   };
   const float r0 = product(0, 2 * q, c0), r1 = product(0, 2 * q + 1, c1), r2 = product(1, 2 * q, c2), r3 = product(1, 2 * q + 1, c3);
   d0 = r0, d1 = r1, d2 = r2, d3 = r3;
 }
+PTX void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(auto& d0, auto& d1, auto& d2, auto& d3, u32 a0, u32 a1, u32 a2,
+                                                                 u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3) {
+  const auto multiply = [](u32 a, u32 b, u32 i) {
+    return __uint_as_float(a >> 16 * i << 16) * __uint_as_float(b >> 16 * i << 16);
+  };
+  emu_mma<16>(multiply, d0, d1, d2, d3, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3);
+}
 PTX void mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(auto& d0, auto& d1, auto& d2, auto& d3, u32 a0, u32 a1, u32 a2,
                                                                  u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3) {
-  u32 a[4][32], b[2][32];
-  emu_gather(a[0], a0), emu_gather(a[1], a1), emu_gather(a[2], a2), emu_gather(a[3], a3), emu_gather(b[0], b0), emu_gather(b[1], b1);
-  const u32 g = emu::current->lane / 4, q = emu::current->lane % 4;
-  const auto product = [&](u32 half, u32 column, float sum) {
-    for (u32 k = 0; k < 32; ++k) {
-      const u32 word = k / 4 % 4, of_a = a[k / 16 * 2 + half][4 * g + word], of_b = b[k / 16][4 * column + word];
-      sum += emu::from_e4m3(static_cast<u8>(of_a >> (8 * (k % 4)))) * emu::from_e4m3(static_cast<u8>(of_b >> (8 * (k % 4))));
-    }
-    return sum;
+  const auto multiply = [](u32 a, u32 b, u32 i) {
+    return emu::from_e4m3(static_cast<u8>(a >> 8 * i)) * emu::from_e4m3(static_cast<u8>(b >> 8 * i));
   };
-  const float r0 = product(0, 2 * q, c0), r1 = product(0, 2 * q + 1, c1), r2 = product(1, 2 * q, c2), r3 = product(1, 2 * q + 1, c3);
-  d0 = r0, d1 = r1, d2 = r2, d3 = r3;
+  emu_mma<32>(multiply, d0, d1, d2, d3, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3);
 }
 PTX void ldmatrix_sync_aligned_m8n8_x4_shared_b16(auto& d0, auto& d1, auto& d2, auto& d3, u32 at) {
   u32 rows[32], d[4];
