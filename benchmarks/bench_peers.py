@@ -1,134 +1,161 @@
-"""`mxk::moe` on CPU and public peers side by side: one process, turn by turn, rel_l2 on each row.
+"""`mxk::moe` on CPU and public peers side by side: a process each, turn by turn. Method and peers: docs/bench.md.
 
-`mxk bench` takes one process an implementation; on a machine that others use, only what took turns can be compared.
-Each line of output is one JSON object, medians in us; `of_ours` is the time over that of the first of ours. Every round
-gives each implementation the same routing on the next of its copies of the layer; `packed_gb_s` counts the packed bytes
-of the experts that were touched, whatever is read. The peers are modules of benchmarks/peers; those that cannot run say
-why on stderr. Instruction sets of ours may be named, each with the rows from which an expert takes the tile unit.
-`--cpu-time` counts the CPU time of one thread: its ratios hold where those of wall time do not.
+A line of output is one JSON object: `us`, the median over the rounds of each round's median; `of_ours`, the median of
+each round's ratio to the first of ours; `packed_gb_s`, packed bytes of the experts touched over that time, whatever is
+read; `read_gb_s`, the best of plain reads between the rounds. Instruction sets of ours may be named, each with the rows
+from which an expert takes the tile unit.
 
     python benchmarks/bench_peers.py --variant gptoss --tokens 1,4,8,32 --isa amx,avx512,avx2,portable
-    python benchmarks/bench_peers.py --routing even --tokens 8,32,48,64,128 --isa amx:1,avx512   # the crossover
+    python benchmarks/bench_peers.py --peers "" --routing even --tokens 8,32,48,64,128 --isa amx:1,avx512  # crossover
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import dataclasses
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from peers import Unsuitable, aten_int4, torch_bf16, vllm_cpu
-from torch import Tensor
+from tqdm import tqdm
+from turns import OURS, Gone, Participant, Setup
 
 from mxk_compile.bench import cases, implementations, timing
 from mxk_compile.bench.points import DEFAULT_VARIANT, ROUTINGS, Point
-from mxk_compile.bench.runner import result_errors
-from mxk_compile.kernels import cpu
-from mxk_compile.settings import CPU_ISAS
+from mxk_compile.bench.runner import checked_part
+from mxk_compile.parity.cases import error_of
+from mxk_compile.settings import CPU_ISAS, whole_number
 from mxk_compile.testing import MoECase, machine, random_layer
 from mxk_compile.variants import VARIANTS
 
-PEERS = (torch_bf16, aten_int4, vllm_cpu)
 _MOST_ROWS = 100_000
+_FEWEST_ROUNDS = 3
 
-Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def ours(layers: list[MoECase], name: str) -> list[Layer]:
-    """The fused op on one instruction set, as "avx512" or "amx:1"."""
-    library = cpu._library()
-    isa, _, rows = name.partition(":")
-
-    def with_isa(run: Layer) -> Layer:
-        def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            library.mxk_cpu_select(isa.encode())
-            library.mxk_cpu_matrix_rows(ctypes.c_int64(int(rows or 0)))
-            return run(x, ids, weights)
-
-        return call
-
-    return [with_isa(run) for run in implementations.make("fused", layers).layers]
+Row = dict[str, Any]
 
 
-def participants(layers: list[MoECase], isas: list[str]) -> dict[str, list[Layer]]:
-    """What takes part, by name: a function for each copy of the layer."""
-    found: dict[str, list[Layer]] = {}
-    for name in isas:
-        if cpu._library().mxk_cpu_select(name.partition(":")[0].encode()):
-            print(f"mxk {name}: not here", file=sys.stderr)
-        else:
-            found[f"mxk {name}"] = ours(layers, name)
-    for peer in PEERS:
-        reason = peer.missing()
+def cpu_peers() -> list[str]:
+    """Modules of benchmarks/peers for CPUs."""
+    names = [name for name in implementations.names() if name not in implementations.OURS]
+    return [name for name in names if implementations.load_peer(name).DEVICE == "cpu"]
+
+
+def gathered(setups: Iterable[Setup]) -> list[Participant]:
+    """A process for each that can take part, made one after the other; stderr hears of the others."""
+    found = []
+    for setup in tqdm(list(setups), desc="preparing", disable=None, leave=False):
         try:
-            if reason is None:
-                found[peer.NAME] = [peer.layer(layer) for layer in layers]
-        except Unsuitable as error:
-            reason = f"computes only {error}"
-        if reason is not None:
-            print(f"{peer.NAME}: {reason}", file=sys.stderr)
+            found.append(Participant(setup))
+        except Gone as reason:
+            _say(setup.name, reason)
     return found
 
 
 def measure(
-    point: Point,
-    layers: list[MoECase],
-    taking_part: dict[str, list[Layer]],
-    rounds: int,
-    clock: Callable[[], float],
-) -> None:
-    """Prints the rows of one T."""
+    point: Point, layers: list[MoECase], taking_part: list[Participant], rounds: int, limit: float
+) -> list[Row]:
+    """The rows of one T, after `rounds` or, once there are three, `limit` seconds; who has gone is taken out."""
     rotation = cases.rotation(point, layers, cases.cache_bytes("cpu"), chain=1)
-    first = rotation.layers[0]
-    x, _, weights = first.routing
-    errors = {
-        name: result_errors(first, copies[0](*first.routing))[0] for name, copies in taking_part.items()
-    }
-    packed = [layer.w13 for layer in layers]
-    bandwidth = timing.read_bandwidth(packed)
-    seconds: dict[str, list[float]] = {name: [] for name in taking_part}
-    for step in range(rounds + 2):
-        layer, ids = rotation.calls[step % len(rotation.calls)]
-        for name, copies in taking_part.items():
-            start = clock()
-            copies[layer](x, ids, weights)
-            if step >= 2:  # the first two warm up
-                seconds[name].append(clock() - start)
-    bandwidth = max(bandwidth, timing.read_bandwidth(packed))
-    best = statistics.median(next(iter(seconds.values())))
+    chosen, few = checked_part(rotation.layers[0])
+    expected = few.reference()
+    errors: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {}
+    bandwidth = 0.0
+    for one in [*taking_part]:
+        try:
+            errors[one.name] = error_of(one.first_call(point)[chosen], expected)
+            seconds[one.name] = []
+        except Gone as reason:
+            _dismiss(one, reason, taking_part)
+    end = time.perf_counter() + limit
+    for done in tqdm(range(rounds), desc=str(point), unit="round", disable=None, leave=False):
+        if done >= _FEWEST_ROUNDS and time.perf_counter() > end:
+            break
+        for one in [*taking_part]:
+            try:
+                seconds[one.name].append(statistics.median(one.turn()))
+            except Gone as reason:
+                _dismiss(one, reason, taking_part)
+                seconds.pop(one.name)
+        bandwidth = max(bandwidth, timing.read_bandwidth([layer.w13 for layer in layers]))
     touched = rotation.experts_touched * rotation.expert_bytes
-    for name, found in seconds.items():
-        median = statistics.median(found)
-        line: dict[str, Any] = {"peer": name, "variant": point.variant, "experts": point.num_experts}
-        line |= {"tokens": point.num_tokens, "routing": point.routing, "us": round(median * 1e6, 1)}
-        line["us_p10"] = round(sorted(found)[len(found) // 10] * 1e6, 1)
-        line["of_ours"] = round(median / best, 2)
-        line["packed_gb_s"] = round(touched / median / 1e9, 2)
-        line["read_gb_s"] = round(bandwidth / 1e9, 2)
-        line["rel_l2"] = errors[name]
-        method = {"rounds": rounds, "copies": len(layers), "clock": clock.__name__, "machine": machine()}
-        print(json.dumps({**line, **method}), flush=True)
+    first = seconds[taking_part[0].name]
+    found = []
+    for one in taking_part:
+        taken = seconds[one.name]
+        median = statistics.median(taken)
+        row: Row = {"peer": one.name, "variant": point.variant, "experts": point.num_experts}
+        row |= {"tokens": point.num_tokens, "routing": point.routing, "us": round(median * 1e6, 1)}
+        row["us_p10"] = round(sorted(taken)[len(taken) // 10] * 1e6, 1)
+        row["of_ours"] = round(statistics.median(a / b for a, b in zip(taken, first, strict=True)), 2)
+        row["packed_gb_s"] = round(touched / median / 1e9, 2)
+        row["read_gb_s"] = round(bandwidth / 1e9, 2)
+        row["rel_l2"] = float(f"{errors[one.name]:.4g}")
+        row |= {"rounds": len(taken), "copies": len(layers), "version": one.version}
+        found.append(row)
+    return found
+
+
+def table(rows: list[Row]) -> str:
+    """Rows of one layer in Markdown: ms, in brackets times the first of ours; the last column is the worst rel_l2."""
+    tokens = list(dict.fromkeys(row["tokens"] for row in rows))
+    lines = [
+        f"| {rows[0]['variant']}, {rows[0]['experts']} experts, ms | "
+        + " | ".join(f"T = {t}" for t in tokens)
+    ]
+    lines[0] += " | rel_l2 |"
+    lines.append("|---" * (len(tokens) + 2) + "|")
+    for name in dict.fromkeys(row["peer"] for row in rows):
+        own = {row["tokens"]: row for row in rows if row["peer"] == name}
+        cells = [f"{own[t]['us'] / 1e3:.3g} ({own[t]['of_ours']:.2f})" if t in own else "-" for t in tokens]
+        lines.append(f"| {name} | {' | '.join(cells)} | {max(row['rel_l2'] for row in own.values()):.2e} |")
+    reads = {row["tokens"]: row["read_gb_s"] for row in rows}
+    lines.append("| plain reads, GB/s | " + " | ".join(f"{reads[t]:.1f}" for t in tokens) + " | |")
+    return "\n".join(lines)
+
+
+def _dismiss(one: Participant, reason: Gone, taking_part: list[Participant]) -> None:
+    _say(one.name, reason)
+    taking_part.remove(one)
+    one.close()
+    if not taking_part:
+        raise SystemExit("bench_peers: nothing is left that could be timed")
+
+
+def _say(name: str, reason: Gone) -> None:
+    print(f"{name}: {reason}", file=sys.stderr, flush=True)
 
 
 def _numbers(text: str) -> list[int]:
-    values = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of at least 1, as 1,4,8")
-    return values
+    try:
+        return [whole_number(part, 1) for part in text.split(",")]
+    except ValueError:
+        error = f"{text!r} is no list of numbers of at least 1, as 1,4,8"
+        raise argparse.ArgumentTypeError(error) from None
 
 
 def _isas(text: str) -> list[str]:
     for name in text.split(","):
         isa, colon, rows = name.partition(":")
-        if isa not in CPU_ISAS or bool(colon) != (rows.isdecimal() and 1 <= int(rows) <= _MOST_ROWS):
+        try:
+            known = isa in CPU_ISAS and (not colon or whole_number(rows, 1, _MOST_ROWS))
+        except ValueError:
+            known = False
+        if not known:
             raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(CPU_ISAS)}, or one and :ROWS")
     return text.split(",")
+
+
+def _peers(text: str) -> list[str]:
+    known, chosen = cpu_peers(), [name for name in text.split(",") if name]
+    for name in chosen:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+    return chosen
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -141,24 +168,38 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--routing", choices=ROUTINGS, default="hot")
     parser.add_argument("--tokens", type=_numbers, default=[1, 4, 8, 32], help="comma list of T")
     parser.add_argument("--isa", type=_isas, default=["auto"], help="comma list of our instruction sets")
+    parser.add_argument("--peers", type=_peers, help='comma list; "" is none; default: all for CPUs')
     parser.add_argument("--copies", type=_numbers, default=[2], help="layers cycled through, in each form")
     parser.add_argument("--rounds", type=_numbers, default=[20])
+    parser.add_argument("--seconds", type=_numbers, default=[40], help="after which a T gets no more rounds")
     parser.add_argument("--threads", type=_numbers, default=[torch.get_num_threads()])
     parser.add_argument("--cpu-time", action="store_true", help="CPU time, one thread")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1 if options.cpu_time else options.threads[0])
-    clock = time.thread_time if options.cpu_time else time.perf_counter
+    threads = 1 if options.cpu_time else options.threads[0]
+    torch.set_num_threads(threads)
     variant = VARIANTS[options.variant]
     experts = options.e_local[0] if options.e_local else variant.num_experts
-    with torch.inference_mode():
-        layers = [random_layer(variant, experts, seed, "cpu") for seed in range(options.copies[0])]
-        points = [Point(variant.name, experts, tokens, options.routing) for tokens in options.tokens]
-        first = cases.rotation(points[0], layers, cases.cache_bytes("cpu"), chain=1)
-        taking_part = participants(first.layers, options.isa)
-        if not taking_part:
-            parser.error("nothing of what was named runs here")
-        for point in points:
-            measure(point, layers, taking_part, options.rounds[0], clock)
+    points = [Point(variant.name, experts, tokens, options.routing) for tokens in options.tokens]
+    setup = Setup("", points[0], options.copies[0], threads, options.cpu_time)
+    peers = cpu_peers() if options.peers is None else options.peers
+    names = [*(f"{OURS} {isa}" for isa in options.isa), *peers]
+    taking_part = gathered(dataclasses.replace(setup, name=name) for name in names)
+    if not taking_part:
+        parser.error("nothing of what was named runs here")
+    rows: list[Row] = []
+    try:
+        with torch.inference_mode():
+            layers = [random_layer(variant, experts, seed, "cpu") for seed in range(options.copies[0])]
+            for point in points:
+                found = measure(point, layers, taking_part, options.rounds[0], options.seconds[0])
+                rows += found
+                for row in found:
+                    clock = "CPU time" if options.cpu_time else "wall time"
+                    print(json.dumps({**row, "clock": clock, "machine": machine()}), flush=True)
+    finally:
+        for one in taking_part:
+            one.close()
+    print(f"\n{table(rows)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ class Settings:
         cpu_isa: instruction set of the CPU kernels; "auto" takes the best this machine has.
         dump_dir: folder for numbered before/after graphs, or None.
         cache_dir: folder for compiled GPU kernels and tuned schedules; by default mxk in the user's cache folder.
+        cuda_unmeasured: whether the CUDA kernels run on devices that they never ran on (kernels/cuda/devices.py).
         cuda_schedule: the CUDA kernels' schedule of every call (kernels/cuda/schedule.py), or None for the chosen one.
         vllm: whether vLLM's MoE layers run through `mxk::moe` (integrations/vllm.py).
         gaudi_lib: folder of a build of `mxk build-tpc --pt2`, for a vLLM server on Gaudi (integrations/vllm_gaudi.py).
@@ -35,13 +36,14 @@ class Settings:
     dump_dir: str | None = None
     cache_dir: str = os.path.join("~", ".cache", "mxk")
     cuda_schedule: str | None = None
+    cuda_unmeasured: bool = False
     vllm: bool = False
     vllm_humming: bool = False
     gaudi_lib: str = "/opt/mxk/lib"
 
     def identity(self) -> tuple[object, ...]:
-        """What of this changes a compiled graph, for cache keys; as the fields up to `cpu_isa` do."""
-        return (self.max_tokens, self.cpu_isa)
+        """What of this changes a compiled graph, for cache keys."""
+        return (self.max_tokens, self.cpu_isa, self.cuda_unmeasured)
 
     def replace(self, **changes: Any) -> Settings:
         """A copy with the given fields changed, validated like the environment; raises SettingsError."""
@@ -103,6 +105,7 @@ _PARSERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "dump_dir": (_dump_dir, "a folder name"),
     "cache_dir": (_folder, "a folder name"),
     "cuda_schedule": (_cuda_schedule, "a schedule, as `mxk tune` prints it"),
+    "cuda_unmeasured": (_switch, "0, 1"),
     "vllm": (_switch, "0, 1"),
     "vllm_humming": (_switch, "0, 1"),
     "gaudi_lib": (_folder, "a folder name"),
@@ -113,6 +116,7 @@ _VARIABLES = {
     "dump_dir": "MXK_DUMP",
     "cache_dir": "MXK_CACHE_DIR",
     "cuda_schedule": "MXK_CUDA_SCHEDULE",
+    "cuda_unmeasured": "MXK_CUDA_UNMEASURED",
     "vllm": "MXK_VLLM",
     "gaudi_lib": "MXK_GAUDI_LIB",
     "vllm_humming": "MXK_VLLM_HUMMING",

@@ -15,6 +15,12 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Same random numbers in fixtures that several tests share, whichever test makes them."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler_state() -> Iterator[None]:
     """Same random numbers in every test, and no recompilation limit reached by the tests before."""

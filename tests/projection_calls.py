@@ -1,4 +1,4 @@
-"""A stacked INT4 weight with its values written out, and calls of `mxk::project` computed row by row in float64."""
+"""Stacked weights, INT4 also with values written out, and calls of `mxk::project` computed row by row in float64."""
 
 from __future__ import annotations
 
@@ -90,3 +90,27 @@ def check(result: Tensor, expected: Tensor) -> None:
     # Half a unit of bf16's last place, and what sums differ by, in parts of a row's root mean square.
     allowed = 2.0**-8 * expected.abs() + of_sums * expected.square().mean(dim=1, keepdim=True).sqrt()
     assert bool((error <= allowed).all())
+
+
+def random_weight(
+    num_experts: int,
+    outputs: int,
+    inputs: int,
+    weight_format: str,
+    group: int | None = 32,
+    zero: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Random packed weight, scale, of `dtype` unless MXFP4, and zero points; group None is one group a row."""
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    shape = (num_experts, outputs, inputs)
+    packed = torch.randint(0, 256, (*shape[:2], inputs // 2), generator=generator, dtype=torch.uint8)
+    if weight_format == "mxfp4":
+        scale = torch.randint(118, 124, (*shape[:2], inputs // 32), generator=generator, dtype=torch.uint8)
+        return packed.to(device), scale.to(device), None
+    groups = inputs // (group or inputs)
+    scale = (torch.rand(*shape[:2], groups, generator=generator) * 0.04 + 0.005).to(dtype)
+    zeros = torch.randint(0, 16, scale.shape, generator=generator, dtype=torch.uint8) if zero else None
+    return packed.to(device), scale.to(device), None if zeros is None else zeros.to(device)

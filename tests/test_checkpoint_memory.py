@@ -76,6 +76,7 @@ def test_a_load_takes_the_packed_bytes_and_one_tensor(tmp_path: Path, scheme: st
     )
     peak, packed_bytes = (int(word) for word in done.stdout.split())
     one_tensor = max(tensor.nbytes for tensor in tensors.values()) if scheme != "gpt_oss" else 0
-    slack = 10 << 20  # allocator, and the code pages of kernels that run for the first time
+    # Allocator, and the code pages of kernels that run for the first time. GPTQ's words are turned: 8 to 11 MiB.
+    slack = (20 if scheme == "gptq" else 10) << 20
     assert packed_bytes > 50 << 20
     assert packed_bytes * 0.9 < peak <= packed_bytes + one_tensor + slack

@@ -110,10 +110,13 @@ def test_identity_holds_what_changes_a_graph() -> None:
         cuda_schedule="prefill:64",
     )
     assert Settings().identity() == unrelated.identity()
-    different = (Settings(), Settings(max_tokens=8), Settings(max_tokens=None), Settings(cpu_isa="avx2"))
-    assert len({settings.identity() for settings in different}) == 4
+    different = (
+        *(Settings(), Settings(max_tokens=8), Settings(max_tokens=None), Settings(cpu_isa="avx2")),
+        Settings(cuda_unmeasured=True),
+    )
+    assert len({settings.identity() for settings in different}) == 5
     covered = {"max_tokens", "cpu_isa", "dump_dir", "cache_dir", "cuda_schedule", "vllm", "vllm_humming"}
-    covered.add("gaudi_lib")
+    covered |= {"gaudi_lib", "cuda_unmeasured"}
     assert {field.name for field in dataclasses.fields(Settings)} == covered, (
         "decide whether the new one is part of it"
     )

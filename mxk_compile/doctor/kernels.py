@@ -96,6 +96,12 @@ def cuda_kernels() -> Iterator[Finding]:
         found = f"{device}: cuda-bindings {bindings}, torch for CUDA {built_for}"
         yield Finding(name, "warn", found, f"pip install 'cuda-bindings>={built_for},<{built_for + 1}'")
         return
+    kind = cuda.devices.served()
+    if not kind.measured:
+        yield Finding(
+            name, "warn", f"{device}: {kind}", "MXK_CUDA_UNMEASURED is set: check results, and tell us"
+        )
+        return
     yield Finding(name, "ok", f"{device}, compiled at the first call of a shape into {build.cache_folder()}")
 
 

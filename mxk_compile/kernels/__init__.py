@@ -131,9 +131,16 @@ def _enter(op: str, device: str, kernels: Any) -> Callable[..., Tensor]:
             return _prepare(kernels, known, key, (x, ids, router, w13, s13, w2, s2, *more), attributes)
         return call(x, ids, router)
 
-    library.impl(op, functools.partial(run, own), device)
-    library.impl(op, run, f"Autograd{device}", with_keyset=True)
-    return functools.partial(run, None)
+    def learn(key: Any, *args: Any, **attributes: Any) -> Tensor:
+        return _prepare(kernels, known, key, args, attributes)
+
+    def entry(general: Callable[..., Tensor], keysets: Any = None) -> Callable[..., Tensor]:
+        return general if on_cuda else cpu.entry(known, learn, general, keysets, lists=not stacked)
+
+    library.impl(op, entry(functools.partial(run, own)), device)
+    with_gradients = entry(run, (below, plain, torch._C._any_requires_grad))
+    library.impl(op, with_gradients, f"Autograd{device}", with_keyset=True)
+    return entry(functools.partial(run, None))
 
 
 moe_cpu = _enter("moe", "CPU", cpu)

@@ -35,27 +35,31 @@ def _check_apart(overload: str, out: Tensor, x: Tensor, *args: Any) -> None:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two views of one storage have bytes in common.
+    """Whether two views of one storage may have bytes in common.
 
-    Rows that lie side by side, each of one wider tensor's, have none; else the whole range that a view spans counts.
+    They have none if some period parts them: what each takes of every period, between its first and its last byte, is
+    beside the other's. Rows of one wider tensor are parted by its row; all of memory is a period too.
     """
     if not a.numel() or not b.numel():
         return False
-    starts = a.data_ptr(), b.data_ptr()
-    spans = [
-        t.itemsize * (1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)))
+    steps = [
+        [
+            (size - 1, t.itemsize * stride)
+            for size, stride in zip(t.shape, t.stride(), strict=True)
+            if size > 1
+        ]
         for t in (a, b)
     ]
-    if starts[0] + spans[0] <= starts[1] or starts[1] + spans[1] <= starts[0]:
-        return False
-    # Bytes from a row to the next, where the rows of both are as far apart.
-    steps = {t.itemsize * t.stride(-2) if t.dim() > 1 and t.stride(-1) == 1 else 0 for t in (a, b)}
-    step = steps.pop()
-    outer = [t.itemsize * stride for t in (a, b) for stride in t.stride()[:-1]]
-    if steps or not step or any(stride % step for stride in outer):
-        return True
-    apart = (starts[1] - starts[0]) % step
-    return apart < a.itemsize * a.shape[-1] or apart + b.itemsize * b.shape[-1] > step
+
+    def apart(period: int) -> bool:
+        spans = [
+            t.itemsize + sum(count * step for count, step in of_t if step % period)
+            for t, of_t in zip((a, b), steps, strict=True)
+        ]
+        distance = (b.data_ptr() - a.data_ptr()) % period
+        return spans[0] <= distance <= period - spans[1]
+
+    return not any(map(apart, {1 << 64, *(step for of_t in steps for _, step in of_t if step)}))
 
 
 def _judge(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> str | None:

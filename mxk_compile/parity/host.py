@@ -26,7 +26,7 @@ from mxk_compile.parity.cases import (
     say,
 )
 from mxk_compile.parity.device import compiled_run
-from mxk_compile.parity.rows import TITLES, judge, measure, print_rows, references, source_of
+from mxk_compile.parity.rows import TITLES, Row, judge, measure, print_rows, references, source_of
 from mxk_compile.settings import Settings
 from mxk_compile.testing import MoECase, machine, most_rel_l2
 
@@ -49,20 +49,27 @@ def run_on_host(
         KernelError: no kernel of this device runs any of the rows; one line.
     """
     start, device, given = time.monotonic(), torch.device(device_type), sources or {}
-    left_out = {name: reason for name in names if (reason := _refused(source_of(name, given), device))}
-    running = [name for name in names if name not in left_out]
-    if not running:
-        given_rows = f"{', '.join(names)} on {device_type}: {next(iter(left_out.values()))}"
-        raise KernelError("mxk parity", given_rows, "rows that a kernel runs here", "see mxk doctor")
-    print(f"measured: {_machine(device)}", flush=True)
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise _refusal(names, device, "there is no CUDA device")
     # The CPU kernels keep the intermediate in more bits than bf16 has (docs/performance/cpu.md).
     round_intermediate = device_type != "cpu"
-    print(
+    title = (
+        f"measured: {_machine(device)}\n"
         f"against fp32, intermediate {'rounded to bf16' if round_intermediate else 'not rounded'}\n{TITLES}"
     )
-    rows, different, reasons = [], [], []
-    for name in running:  # all checks of a row while its weights are there
+    left_out: dict[str, str] = {}
+    rows: list[Row] = []
+    different, reasons = [], []
+    for name in names:  # all checks of a row while its weights are there: drawing them takes seconds
         source = source_of(name, given)
+        refused = supports(
+            describe(on_device(make_case(source.variant, 1, "hot", 1.0, source=source), device))
+        )
+        if refused:
+            left_out[name] = refused
+            continue
+        if not rows:
+            print(title, flush=True)
         part = measure(
             name,
             source,
@@ -78,6 +85,8 @@ def run_on_host(
             different.append(name)
         reason = _prefill(name, source, device, quick, round_intermediate)
         reasons += [reason] if reason else []
+    if not rows:
+        raise _refusal(names, device, next(iter(left_out.values())))
     for name, reason in left_out.items():
         print(f"{name:10} left out: {reason}")
     print()
@@ -88,10 +97,9 @@ def run_on_host(
     return all(passed)
 
 
-def _refused(source: Source, device: torch.device) -> str | None:
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return "there is no CUDA device"
-    return supports(describe(on_device(make_case(source.variant, 1, "hot", 1.0, source=source), device)))
+def _refusal(names: Sequence[str], device: torch.device, reason: str) -> KernelError:
+    given = f"{', '.join(names)} on {device}: {reason}"
+    return KernelError("mxk parity", given, "rows that a kernel runs here", "see mxk doctor")
 
 
 def _machine(device: torch.device) -> str:

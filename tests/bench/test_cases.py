@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,6 +105,28 @@ def test_bytes_are_reckoned_as_they_will_be(name: str, monkeypatch: pytest.Monke
 def test_free_memory_is_what_the_system_says() -> None:
     free = cases.free_bytes("cpu")
     assert free is None or 1 << 20 < free <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_free_memory_is_no_more_than_a_container_may_take(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cases, "_CONTROL_GROUPS", tmp_path)
+    of_machine = cases.free_bytes("cpu")
+    folder, limit, usage = tmp_path, "memory.max", "memory.current"
+    if version == 1:
+        folder, limit, usage = tmp_path / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        folder.mkdir()
+    (folder / limit).write_text("5000000\n")
+    (folder / usage).write_text("3000000\n")
+    assert cases.free_bytes("cpu") == 2000000
+    name = {1: "total_inactive_file", 2: "inactive_file"}[version]
+    (folder / "memory.stat").write_text(f"anon 1\n{name} 500000\nactive_file 7\n")
+    assert cases.free_bytes("cpu") == 2500000
+    (folder / usage).write_text("6000000\n")
+    assert cases.free_bytes("cpu") == 0
+    (folder / limit).write_text({1: "9223372036854771712\n", 2: "max\n"}[version])
+    assert of_machine is None or cases.free_bytes("cpu") > of_machine // 2
 
 
 def test_copies_hold_more_than_the_caches() -> None:

@@ -23,6 +23,7 @@ import mxk_compile
 from mxk_compile import cli, doctor
 from mxk_compile.doctor import gaudi, kernels, plugins, versions
 from mxk_compile.doctor.finding import Finding
+from mxk_compile.kernels.cuda import devices
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [*MXK, "doctor"]
@@ -197,7 +198,11 @@ def test_the_cuda_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(kernels, "_major", lambda distribution: 12)
     assert "cuda-bindings 12, torch for CUDA 13; pip install" in found(kernels.cuda_kernels, "warn")[0]
     monkeypatch.setattr(kernels, "_major", lambda distribution: 13)
+    kind = devices.HOPPER
+    monkeypatch.setattr(devices, "served", lambda: kind)
     assert "NVIDIA H200, 2 device(s), compiled" in found(kernels.cuda_kernels, "ok")[0]
+    kind = devices.DEVICES[10, 0]
+    assert "sm_100a: tcgen05, 227 KB a block, not measured, not run" in found(kernels.cuda_kernels, "warn")[0]
 
 
 def test_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -314,8 +314,9 @@ def test_generate_of_transformers_runs_on_the_compiled_model(
 
 
 _LOAD_20B = """
-import resource, sys, torch, mxk_compile, transformers
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+import re, sys, torch, mxk_compile, transformers
+def peak():  # not ru_maxrss: that begins with the peak of the process that started this one
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 before = peak()
 model = mxk_compile.load(sys.argv[1])
 grown = peak() - before
@@ -328,6 +329,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_a_directory_like_openai_gpt_oss_20b(tmp_path: Path) -> None:
     """The published config and layout in shards, with 2 of 24 layers and a vocabulary of 2048 instead of 201088."""
     config = gptoss.published_config(num_hidden_layers=2, vocab_size=2048)
@@ -337,7 +339,7 @@ def test_a_directory_like_openai_gpt_oss_20b(tmp_path: Path) -> None:
         [sys.executable, "-c", _LOAD_20B, str(folder)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert run.returncode == 0, run.stderr
@@ -345,6 +347,6 @@ def test_a_directory_like_openai_gpt_oss_20b(tmp_path: Path) -> None:
     grown, total, largest = map(int, sizes.split())
     assert total > 850_000_000
     # Once the tensors, one more, and what a first use of torch and transformers takes.
-    assert grown < total + largest + 150_000_000
+    assert 0.9 * total < grown < total + largest + 150_000_000
     assert fused.split() == ["2", "2"]
     assert finite == "True"

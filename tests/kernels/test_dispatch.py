@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxk_compile import kernels
-from mxk_compile.errors import CallError
+from mxk_compile.errors import CallError, KernelError
 from mxk_compile.kernels import cpu
 from mxk_compile.testing import MoECase, random_case, rel_l2
 
@@ -29,9 +31,15 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def nothing_prepared() -> None:
+@pytest.fixture(autouse=True, params=["C", "Python"])
+def nothing_prepared(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways that calls are looked up by: a profiler sends them all to the one in Python."""
     kernels.prepared["CPU"].clear()
+    if request.param == "C":
+        yield
+        return
+    with torch.autograd.profiler.profile(use_kineto=False):
+        yield
 
 
 def run(case: MoECase, **changes: Any) -> Tensor:
@@ -52,6 +60,73 @@ def test_a_second_call_is_prepared() -> None:
     check(case)
     check(dataclasses.replace(case, hidden_states=case.hidden_states + 1, topk_ids=case.topk_ids.flip(0)))
     assert list(kernels.prepared["CPU"].values()) == [prepared]
+
+
+def test_a_known_call_is_run_without_python(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = random_case(bias=True, **SMALL)
+    stacks, lists = (*case.routing, *case.weights), (*case.routing, *case.lists)
+    ways: list[tuple[Any, tuple[Any, ...]]] = [(torch.ops.mxk.moe.default, stacks), (kernels.moe_cpu, stacks)]
+    ways += [(torch.ops.mxk.moe.lists, lists), (kernels.moe_lists_cpu, lists)]
+    expected = [function(*tensors, **case.attributes) for function, tensors in ways]
+    assert all(torch.equal(result, expected[0]) for result in expected)
+    monkeypatch.setattr(cpu.Prepared, "__call__", lambda *_: torch.empty(0))
+    in_c = "[C]" in request.node.name and hasattr(Tensor, "__dlpack_c_exchange_api__")
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for function, tensors in ways:
+            with context():
+                result = function(*tensors, **case.attributes)
+            assert torch.equal(result, expected[0] if in_c else torch.empty(0))
+
+
+def test_a_known_call_that_fails() -> None:
+    case = random_case(**SMALL)
+    run(case)
+    (prepared,) = kernels.prepared["CPU"].values()
+    failing = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 1)
+    prepared._function, prepared._address = failing, ctypes.cast(failing, ctypes.c_void_p).value
+    with pytest.raises(KernelError, match="scratch memory could not be had"):
+        run(case)
+    assert run(dataclasses.replace(case, hidden_states=case.hidden_states[:1], topk_ids=case.topk_ids[:1],
+                                   topk_weights=case.topk_weights[:1])).shape[0] == 1  # fmt: skip
+
+
+@pytest.mark.parametrize("place", [0, 1, 3, 8])
+def test_what_is_no_tensor_is_refused(place: int) -> None:
+    case = random_case(**SMALL)
+    for function, weights in ((kernels.moe_cpu, case.weights), (kernels.moe_lists_cpu, case.lists)):
+        tensors: list[Any] = [*case.routing, *weights]
+        function(*tensors, **case.attributes)
+        tensors[place] = 3
+        with pytest.raises((AttributeError, TypeError)):
+            function(*tensors, **case.attributes)
+        with pytest.raises(TypeError):
+            function(*tensors[:2], **case.attributes)
+
+
+def test_references_are_given_back() -> None:
+    case = random_case(bias=True, **SMALL)
+    lists = (*case.routing, *case.lists)
+    wrong = [*lists[:-1], [*lists[-1][:-1], 3]]
+    kernels.moe_lists_cpu(*lists, **case.attributes)
+    held = [*case.routing, *lists, *lists[3], *kernels.prepared["CPU"].values(), *case.attributes, None]
+    before = [sys.getrefcount(thing) for thing in held]
+    for _ in range(1000):
+        kernels.moe_lists_cpu(*lists, **case.attributes)
+    for _ in range(20):
+        with pytest.raises((AttributeError, TypeError)):
+            kernels.moe_lists_cpu(*wrong, **case.attributes)
+    after = [sys.getrefcount(thing) for thing in held]
+    assert all(abs(a - b) < 100 for a, b in zip(after, before, strict=True))  # None is everywhere
+
+
+def test_lists_that_are_longer_than_a_key() -> None:
+    case = random_case(num_tokens=2, num_experts=2500, top_k=2, hidden_size=32, intermediate_size=32)
+    expected = case.reference()
+    for _ in range(3):
+        result = torch.ops.mxk.moe.lists(*case.routing, *case.lists, **case.attributes)
+        assert rel_l2(result, expected) < 2.5e-3
 
 
 def test_weights_changed_in_place() -> None:
@@ -254,6 +329,7 @@ def test_modes_still_see_the_op(context: Callable[[], Any]) -> None:
         assert type(torch.ops.mxk.moe(*routing, *fake, **case.attributes)).__name__ == "FakeTensor"
 
 
+@pytest.mark.parametrize("nothing_prepared", ["C"], indirect=True)  # torch 2.10 takes no profiler in another
 @pytest.mark.parametrize("form", ["moe", "moe.lists"])
 def test_a_compiled_graph_calls_the_kernel_itself(form: str) -> None:
     from torch._inductor.utils import run_and_get_code

@@ -64,7 +64,7 @@ def test_sorted_lists_longer_than_their_count() -> None:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_aligned_routes_are_the_plain_ones(data: st.DataObject) -> None:
     num_experts = data.draw(st.integers(1, 6))
     top_k, tokens = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 9))
@@ -235,6 +235,20 @@ def test_an_output_that_overlaps_what_is_read_is_refused() -> None:
     for shift in (0, 16, 31):
         with pytest.raises(CallError, match="out overlaps x; "):
             run(wide[:, shift : shift + 32], wide[:, :32])
+    # A dimension of one element has a stride that means nothing.
+    counts = torch.ones(4, dtype=torch.int32)
+    for x in (wide[:, :32], wide[:, :32].unsqueeze(1)):
+        out = wide[:, 32:64].fill_(UNWRITTEN)
+        attributes: dict[str, Any] = {"weight_format": "uint4", "expected_m": 1}
+        project.masked(out, x, counts, weight.weight, stack.weight.scale, **attributes)
+        in_order = torch.arange(4)[:, None]
+        assert torch.equal(out, run(unwritten(4, 32), wide[:, :32].clone(), in_order))
+    # Elements between the rows that are written, of another size.
+    wide[2] = UNWRITTEN
+    between = wide.view(torch.int64)[:, 16:17].copy_(ids)
+    assert torch.equal(run(wide[:, 32:64], wide[:, :32], between), expected)
+    with pytest.raises(CallError, match="out overlaps topk_ids; "):
+        run(wide[:, 40:72], wide[:, :32], between)
     # Whatever it is that is read.
     with pytest.raises(CallError, match="out overlaps weight; "):
         run(weight.weight.view(torch.bfloat16).view(-1)[:128].view(4, 32), memory[:4])

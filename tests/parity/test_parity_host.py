@@ -47,6 +47,17 @@ def test_every_row_passes_and_says_where_it_ran(capsys: pytest.CaptureFixture[st
         assert 0 < float(errors[1]) < 2.2e-3
 
 
+def test_the_weights_of_a_row_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    draw = cases.variant_case
+    monkeypatch.setattr(
+        cases, "variant_case", lambda row, **more: drawn.append(row.name) or draw(row, **more)
+    )
+    cases.random_source.cache_clear()
+    assert host.run_on_host("cpu", ["gptoss", "glm", "muse", "kimi_int4"], quick=True)
+    assert drawn == ["gptoss", "glm", "muse", "kimi_int4"]
+
+
 def test_wrong_results_fail_with_the_worst_call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

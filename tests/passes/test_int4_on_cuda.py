@@ -53,7 +53,7 @@ def test_both_forms_become_the_fused_node(
             *(empty(2, 64, 16, dtype=torch.int32), empty(2, 2, 128), empty(2, 2, 16, dtype=torch.int32)),
         )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(build, "missing", lambda: None)
     report = run_passes(graph)
     (node,) = report.nodes

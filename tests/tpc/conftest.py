@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -103,7 +104,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
 
     programs.mkdir()
     clang = programs / "tpc-clang"
-    clang.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_INS / "tpc_clang.py"} "$@"\n')
+    command = shlex.join((sys.executable, str(STAND_INS / "tpc_clang.py")))
+    clang.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     clang.chmod(0o755)
     graph_compiler = folder / "graph_compiler"
     run(*CXX, "-I", SOURCES / "glue/api", STAND_INS / "graph_compiler.cpp", "-o", graph_compiler, "-ldl")

@@ -13,7 +13,9 @@ import hashlib
 import logging
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ LIBRARY = Path(__file__).with_name("libmxk_cpu.so")
 
 _logger = logging.getLogger("mxk_compile.kernels")
 
-# Enumerations and layout of abi.h.
+# Enumerations, layout and revision of abi.h.
 _INTEGERS = (
     torch.uint8,
     torch.int8,
@@ -47,6 +49,7 @@ _DTYPES = {dtype: index for index, dtype in enumerate((*_INTEGERS, *_FLOATS))}
 _FORMATS = {name: index for index, name in enumerate(WEIGHT_FORMATS)}
 _ROW_ORDERS = {name: index for index, name in enumerate(ROW_ORDERS)}
 _ACTIVATIONS = {name: index for index, name in enumerate(ACTIVATIONS)}
+_REVISION = 1
 _PROJECTION = struct.Struct("=15q")
 _VARYING = struct.Struct("=5q")
 _FIXED = struct.Struct("=19q2d")
@@ -56,20 +59,28 @@ with contextlib.suppress(OSError):  # `available` says what is wrong
     ctypes.CDLL(str(LIBRARY))
 
 
-@functools.cache
-def _open() -> ctypes.CDLL | str:
-    """The library with the instruction set of the settings selected, or why there is none."""
+def _load(kind: type[ctypes.CDLL]) -> ctypes.CDLL | str:
+    """The library, or why there is none."""
     if not LIBRARY.exists():
         # The folder: Python started in a checkout imports its sources, and not what was installed elsewhere.
         folder = LIBRARY.parents[2]
         return f"{LIBRARY.name} was not built in {folder}; reinstall that where a C++ compiler is on PATH"
     try:
-        library = ctypes.CDLL(str(LIBRARY))
+        library = kind(str(LIBRARY))
     except OSError as error:
         return f"{LIBRARY.name} cannot be loaded: {error}"
     library.mxk_cpu_abi.restype = ctypes.c_int64
-    if library.mxk_cpu_abi() != _VARYING.size + 2 * _PROJECTION.size + _FIXED.size:
+    if library.mxk_cpu_abi() != (_VARYING.size + 2 * _PROJECTION.size + _FIXED.size) << 8 | _REVISION:
         return f"{LIBRARY.name} was built from other sources; reinstall the package"
+    return library
+
+
+@functools.cache
+def _open() -> ctypes.CDLL | str:
+    """The library with the instruction set of the settings selected, or why there is none."""
+    library = _load(ctypes.CDLL)
+    if isinstance(library, str):
+        return library
     library.mxk_cpu_moe.argtypes = [ctypes.c_char_p]
     library.mxk_cpu_isa.restype = library.mxk_cpu_threads.restype = ctypes.c_char_p
     library.mxk_cpu_scratch_bytes.restype = ctypes.c_int64
@@ -198,6 +209,32 @@ def _projection(
     )
 
 
+def entry(
+    known: dict[Any, Any],
+    learn: Callable[..., Tensor],
+    general: Callable[..., Tensor],
+    keysets: tuple[int, int, Callable[..., bool]] | None = None,
+    *,
+    lists: bool,
+) -> Callable[..., Tensor]:
+    """What runs calls that are `known` in a third of the time of `general`, and all else through it (call.cpp).
+
+    `general` itself without the library or with a torch that cannot tell C where a tensor is.
+    """
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # torch 2.10 and later
+    library = _load(ctypes.PyDLL)
+    if exchange is None or isinstance(library, str):
+        return general
+    library.mxk_cpu_entry.restype = ctypes.py_object
+    library.mxk_cpu_entry.argtypes = [ctypes.py_object, ctypes.c_int, ctypes.py_object]
+    given = (
+        *(known, learn, general, keysets, torch._C.DispatchKeySet.raw_repr, torch.is_grad_enabled),
+        *(_profiler_enabled, torch.get_num_threads, ("_fixed", "_new_out", "_address"), None),
+    )
+    function: Callable[..., Tensor] | None = library.mxk_cpu_entry(exchange, lists, given)
+    return function or general
+
+
 class Prepared:
     """A described call of `mxk::moe` or `mxk::moe.lists`, run while layouts, dtypes and weight addresses stay the same.
 
@@ -205,7 +242,7 @@ class Prepared:
         reusable: False where a copy of an argument was made, which holds for one call only.
     """
 
-    __slots__ = ("_fixed", "_function", "_keep", "_new_out", "reusable")
+    __slots__ = ("_address", "_fixed", "_function", "_keep", "_new_out", "reusable")
 
     def __init__(
         self,
@@ -248,6 +285,7 @@ class Prepared:
             math.inf if limit is None else limit,
         )
         self._function = _library().mxk_cpu_moe
+        self._address = ctypes.cast(self._function, ctypes.c_void_p).value
         rows = topk_ids.shape if desc.per_route else topk_ids.shape[:1]
         self._new_out = maker("cpu", (*rows, desc.hidden_size), torch.bfloat16)
         self.reusable = dense is hidden_states and not keep.copies

@@ -43,8 +43,10 @@ struct MxkMoe {
   double alpha, limit;  // limit: infinity for no clamp
 };
 
+constexpr int64_t kMxkRevision = 1;  // of the functions: __init__.py refuses a library of another
+
 #define MXK_EXPORT extern "C" __attribute__((visibility("default")))
-MXK_EXPORT int64_t mxk_cpu_abi();
+MXK_EXPORT int64_t mxk_cpu_abi();                              // size of MxkMoe << 8 | revision
 MXK_EXPORT int mxk_cpu_moe(const MxkMoe* call);                // 0, or 1 when scratch memory could not be had
 MXK_EXPORT int mxk_cpu_select(const char* isa);                // 0, or 1 when this machine or build lacks it
 MXK_EXPORT const char* mxk_cpu_isa();                          // what runs: "avx512", ...

@@ -9,6 +9,17 @@ namespace {
 // As assembly: GCC takes functions that do nothing but prefetch for pure, and drops their calls.
 inline void prefetch(const uint8_t* at) { asm volatile("prefetcht0 %0" ::"m"(*at)); }
 
+// Lines to be asked for, a row each. A few at a time, between other work: the core waits for one of its 16 line fill buffers
+// at each that finds none, and does not come to the next ones while it works off what it has.
+struct Ahead {
+  const uint8_t* at;
+  int64_t step;
+  int last;
+  void ask(int first, int count) const {
+    for (int r = first; r < first + count; ++r) prefetch(at + (r < last ? r : last) * step);
+  }
+};
+
 // 16 x 16 dwords.
 inline void transpose(__m512i (&r)[16]) {
   __m512i t[16];
@@ -259,11 +270,12 @@ inline void unpack(__m512i dwords, __m512i table, __m512i* planes) {
 }
 
 // w[4 groups][4 dwords][plane], lanes kRows.
-inline void unpack_rows(const uint8_t* const* rows, int64_t at, int64_t bytes, __m512i table, __m512i* w) {
+inline void unpack_rows(const uint8_t* const* rows, int64_t at, int64_t bytes, __m512i table, __m512i* w,
+                        const Ahead& ahead) {
   __m512i v[16];
   load_rows(rows, 16, at, bytes, v);
   transpose(v);
-  for (int i = 0; i < 16; ++i) unpack(v[i], table, w + 2 * i);
+  for (int i = 0; i < 16; ++i) unpack(v[i], table, w + 2 * i), ahead.ask(i, 1);
 }
 
 // w[4 dwords][plane] of the next 64 bytes, or `bytes` if fewer, of a quad of rows; lanes kRowGroups.
@@ -280,8 +292,9 @@ inline __attribute__((always_inline)) void unpack_quad(const uint8_t* const* row
 }
 
 // The same of 16 rows: w[4 quads][4 dwords][plane].
-inline void unpack_quads(const uint8_t* const* rows, int64_t at, int64_t bytes, __m512i table, __m512i* w) {
-  for (int q = 0; q < 4; ++q) unpack_quad(rows + 4 * q, at, bytes, table, w + 8 * q);
+inline void unpack_quads(const uint8_t* const* rows, int64_t at, int64_t bytes, __m512i table, __m512i* w,
+                         const Ahead& ahead) {
+  for (int q = 0; q < 4; ++q) unpack_quad(rows + 4 * q, at, bytes, table, w + 8 * q), ahead.ask(4 * q, 4);
 }
 
 // w[8] of group g from the lines of a transposed matrix: byte j of lane n is line k = 8d + 2j (or + 1) of column n.

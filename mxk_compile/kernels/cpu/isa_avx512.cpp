@@ -5,7 +5,8 @@
 // and vpdpbusd multiplies them with a vector's digits. After 8 of these the int32 sums of the digits are joined, made
 // fp32 and scaled. Two ways to share the lanes (Lanes):
 //   kRowGroups  a quad of rows in the step's 4 groups. Half the shuffles, which all need one port; the digits take a
-//               shuffle per 4 dot products. For few vectors, which wait for memory or for that port.
+//               shuffle per 4 dot products. For few vectors, which wait for memory or for that port. For one vector rows
+//               are not transposed at all: their lanes are joined when a quad's dot products are done.
 //   kRows       one group of 16 rows. Digits are broadcast from memory, for two tiles at once. For many vectors.
 // Both add up a row's groups g, g + 4, g + 8, ... in four fp32 sums and join them in one order: results are the same.
 // vdpbf16ps, the obvious choice, has an eighth of the rate of vpdpbusd here (docs/performance/cpu.md).
@@ -23,18 +24,16 @@ namespace {
 // How many chunks ahead rows are fetched: measured. The lines must reach the first cache but not crowd it.
 constexpr int64_t kAhead = 6, kPairAhead = 3;
 
-// Asks for what `tile`, or `next` after it, will read some chunks after c, and for the next tile's scales.
-inline void fetch(const Tile& tile, const Tile* next, int64_t c, int64_t chunks, int64_t ahead) {
+// The 16 lines that `tile`, or `next` after it, will read some chunks after c; asks for the next tile's scales.
+inline Ahead fetch(const Tile& tile, const Tile* next, int64_t c, int64_t chunks, int64_t ahead) {
+  if (next != nullptr && c < next->rows) {
+    const uint8_t* scale = next->scale + c * next->scale_step;
+    const int64_t bytes = groups_of(tile.columns) * kGroup / tile.group * dtype_bytes(tile.scale_dtype);
+    for (int64_t i = 0; i < bytes; i += 64) prefetch(scale + i);
+  }
   const bool beyond = c + ahead >= chunks;
-  const Tile* from = beyond ? next : &tile;
-  if (from == nullptr) return;
-  const uint8_t* at = from->weight + (c + ahead - (beyond ? chunks : 0)) * 64;
-  const int64_t step = from->weight_step, last = from->rows - 1;
-  for (int r = 0; r < 16; ++r) prefetch(at + (r < last ? r : last) * step);
-  if (next == nullptr || c > 15) return;
-  const uint8_t* scale = next->scale + (c < next->rows ? c : 0) * next->scale_step;
-  const int64_t bytes = groups_of(tile.columns) * kGroup / tile.group * dtype_bytes(tile.scale_dtype);
-  for (int64_t i = 0; i < bytes; i += 64) prefetch(scale + i);
+  const Tile& from = beyond && next != nullptr ? *next : tile;
+  return {from.weight + (c + ahead - (beyond ? chunks : 0)) * 64, from.weight_step, from.rows - 1};
 }
 
 // Sums of the tiles for all vectors, and the rows that need exact.h. `next`: what is read after a single tile.
@@ -55,15 +54,19 @@ __attribute__((noinline)) void tile_loop(const Tile* tiles, const Batch& two, co
   alignas(64) __m512i w[Tiles][32];
   alignas(64) float scales[Tiles][4 * 16], zeros[Tiles][4 * 16];
   for (int64_t c = 0; c < chunks; ++c) {
+    Ahead ahead[Tiles];
     for (int i = 0; i < Tiles; ++i) {
-      if (!tile.transposed) fetch(tiles[i], Tiles == 2 ? tiles[i].next : next, c, chunks, Tiles == 2 ? kPairAhead : kAhead);
+      if (!tile.transposed)
+        ahead[i] = fetch(tiles[i], Tiles == 2 ? tiles[i].next : next, c, chunks, Tiles == 2 ? kPairAhead : kAhead);
       (i ? second : first).get(4 * c, scales[i], zeros[i]);
     }
     if (Single) {
       if (two.count)
-        multiply_single<2, Zero>(rows[0], c, bytes, table, *two.vectors[0], scales[0], zeros[0], two.sums[0]);
+        multiply_single<2, Zero>(rows[0], c, bytes, table, *two.vectors[0], scales[0], zeros[0], two.sums[0],
+                                 ahead[0]);
       else
-        multiply_single<3, Zero>(rows[0], c, bytes, table, *three.vectors[0], scales[0], zeros[0], three.sums[0]);
+        multiply_single<3, Zero>(rows[0], c, bytes, table, *three.vectors[0], scales[0], zeros[0], three.sums[0],
+                                 ahead[0]);
       continue;
     }
     const int count = groups - 4 * c < 4 ? int(groups - 4 * c) : 4;
@@ -71,9 +74,9 @@ __attribute__((noinline)) void tile_loop(const Tile* tiles, const Batch& two, co
       if (tile.transposed)
         for (int g = 0; g < count; ++g) unpack_lines(tiles[i], 4 * c + g, table, w[i] + g * 8);
       else if (kLanes == kRows)
-        unpack_rows(rows[i], c * 64, bytes - c * 64, table, w[i]);
+        unpack_rows(rows[i], c * 64, bytes - c * 64, table, w[i], ahead[i]);
       else
-        unpack_quads(rows[i], c * 64, bytes - c * 64, table, w[i]);
+        unpack_quads(rows[i], c * 64, bytes - c * 64, table, w[i], ahead[i]);
     }
     if (kLanes == kRows) {
       if (two.count) multiply_batch<2, Tiles, Zero>(w[0], two, c, count, scales[0], zeros[0]);

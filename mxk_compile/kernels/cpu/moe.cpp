@@ -316,7 +316,7 @@ const Isa* best() {
 
 }  // namespace
 
-int64_t mxk_cpu_abi() { return int64_t(sizeof(MxkMoe)); }
+int64_t mxk_cpu_abi() { return int64_t(sizeof(MxkMoe)) << 8 | kMxkRevision; }
 
 int mxk_cpu_select(const char* name) {
   const Isa* isa = std::strcmp(name, "auto") == 0 ? best() : nullptr;

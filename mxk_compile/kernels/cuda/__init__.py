@@ -1,8 +1,9 @@
-"""CUDA kernels of `mxk::moe` and `mxk::project` for Hopper: the checkpoint's bytes, compiled where they run.
+"""CUDA kernels of `mxk::moe` and `mxk::project`, compiled where they run: for Hopper, and not run yet, for Blackwell.
 
 moe_decode.cu   few rows an expert: the layer, or an INT4 projection (decode_project.py), in one launch; maps.py
                 describes weights to its tensor copies, int4_splits.py reckons how INT4 is divided
 prefill.cu      many: tensor-core products of rows sorted by routing.cu
+devices.py      which devices they serve, and how those differ: the tensor cores' instruction, shared memory
 build.py        sources to machine code; driver.py launches it; operands.py describes tensors to it
 grouped.py      `mxk::project`: one of those products by itself, rows brought by groups.cu
 repack.py       INT4 weights that are packed along the outputs; scales.py asks scales once what their bytes are up to
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mxk_compile.errors import KernelError
-from mxk_compile.kernels.cuda import build, decode, dequant, prefill, repack, scales
+from mxk_compile.kernels.cuda import build, decode, dequant, devices, prefill, repack, scales
 from mxk_compile.kernels.cuda.operands import ALIGNMENT, FLOATS, Call, Operands
 from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose
 from mxk_compile.kernels.cuda.tiles import tile_sizes
@@ -28,8 +29,6 @@ from mxk_compile.meta.dequant import check_dequant
 from mxk_compile.ops.formats import mxfp4
 from mxk_compile.ops.moe import Weights
 
-_CAPABILITY = (9, 0)
-
 
 def unavailable() -> str | None:
     """None if the current device and this installation can run the kernels, else the reason."""
@@ -37,11 +36,7 @@ def unavailable() -> str | None:
         return "there is no CUDA device"
     if torch.version.hip is not None:  # some of whose devices say 9.0 too
         return "torch was built for ROCm; allowed: CUDA"
-    capability = torch.cuda.get_device_capability()
-    if capability != _CAPABILITY:
-        name = torch.cuda.get_device_name()
-        return f"{name} has compute capability {capability[0]}.{capability[1]}; allowed: 9.0 (Hopper)"
-    return build.missing()
+    return devices.refusal() or build.missing()
 
 
 def supports(desc: MoEDesc) -> str | None:
@@ -63,13 +58,14 @@ def supports(desc: MoEDesc) -> str | None:
 
 def config(desc: MoEDesc) -> KernelConfig:
     """The kernel that runs `desc`; its schedule depends on the number of tokens."""
-    return KernelConfig("cuda", "nvrtc", build.ARCHITECTURE)
+    return KernelConfig("cuda", "nvrtc", devices.served().architecture)
 
 
 def plan(desc: MoEDesc, num_tokens: int, device: int | None = None) -> Schedule:
     """What runs a call with this many tokens on a device, by default the current one."""
     sizes = (desc.num_experts, desc.intermediate_size, desc.hidden_size, desc.top_k)
-    return choose(Problem(torch.cuda.get_device_name(device), desc.weight_format, *sizes, num_tokens))
+    name, kind = torch.cuda.get_device_name(device), devices.served(device)
+    return choose(Problem(name, desc.weight_format, *sizes, num_tokens, kind))
 
 
 class Prepared:
@@ -140,7 +136,8 @@ class Prepared:
             chosen = schedule or plan(desc, num_tokens, device)
             if chosen.kernel == "decode" and not decode.runs(call, chosen.macros):
                 rows = num_tokens * desc.top_k / desc.num_experts
-                chosen = Schedule("prefill", sizes=tile_sizes(rows))
+                most = devices.served(device).most_rows
+                chosen = Schedule("prefill", sizes=tile_sizes(rows, most=most))
             if chosen.kernel == "decode":
                 self._runner: decode.Decode | prefill.Prefill = decode.Decode(call, chosen.macros)
             else:

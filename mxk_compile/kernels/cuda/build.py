@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from mxk_compile.errors import KernelError
+from mxk_compile.kernels.cuda.devices import Device
 from mxk_compile.settings import settings
 
 SOURCES = Path(__file__).parent
-ARCHITECTURE = "sm_90a"  # wgmma and setmaxnreg exist only there
-_OPTIONS = (f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "-default-device")
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 _logger = logging.getLogger("mxk_compile.kernels")
@@ -90,18 +89,26 @@ def _sources_hash(name: str) -> str:
     return digest.hexdigest()
 
 
+def options_for(device: Device, defines: Mapping[str, int]) -> tuple[str, ...]:
+    """NVRTC's options for a kind of device and macros."""
+    macros = sorted({**device.macros, **defines}.items())
+    language = (f"--gpu-architecture={device.architecture}", "--std=c++17", "-default-device")
+    return (*language, *(f"-D{macro}={value}" for macro, value in macros))
+
+
 def build(
     name: str,
     defines: Mapping[str, int],
+    device: Device,
     compiler: Callable[[str, tuple[str, ...]], bytes] = compile_nvrtc,
     version: Callable[[], str] = _compiler_version,
 ) -> bytes:
-    """Machine code of `name` with the given macros: from this process, the cache folder, or the compiler.
+    """Machine code of `name` for a device and macros: from this process, the cache folder, or the compiler.
 
     Raises:
         KernelError: the sources do not compile, or there is no compiler.
     """
-    options = (*_OPTIONS, *(f"-D{macro}={value}" for macro, value in sorted(defines.items())))
+    options = options_for(device, defines)
     text = "\0".join((name, _sources_hash(name), *options, version()))
     key = hashlib.sha256(text.encode()).hexdigest()
     with _lock:  # one compilation at a time: they need cores, and threads often ask for the same one

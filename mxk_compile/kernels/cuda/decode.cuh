@@ -31,9 +31,6 @@
 #ifndef MXK_UNITS
 #define MXK_UNITS 1  // INT4: units of 16 rows in a slot
 #endif
-#ifndef MXK_SLICES
-#define MXK_SLICES 1  // INT4: blocks that share the columns of a projection, of gate/up in a layer
-#endif
 #ifndef MXK_PROJECT
 #define MXK_PROJECT 0  // Rows + 1 where the module is a projection
 #endif
@@ -76,7 +73,6 @@ struct Decode {
   u8* out;  // bf16; of a layer contiguous
   u8* h;
   u8* y;
-  u8* parts;      // partial sums on their way between slices, PARTS_BYTES of decode_slices.cuh
   u32* counters;  // from x, or two before it, to here addresses, which differ from call to call
   Operand w13, s13, b13;  // with row_step 1 and separate stacks: up rows are expert + up_expert
   Operand w2, s2, b2;
@@ -98,7 +94,7 @@ constexpr int K = MXK_HIDDEN, I = MXK_INTER, E = MXK_EXPERTS, TOP_K = MXK_TOP_K,
 constexpr int NT = MXK_COLUMN_TILES, ROWS = 4 * NT;
 constexpr int COUNTERS_AT = 64;  // of 32 bits: before them the grid-wide barrier, then one a unit of output rows
 constexpr int COUNTER_BYTES = 4096;
-constexpr int SHARED_LIMIT = 232448;  // of a block
+constexpr int SHARED_LIMIT = MXK_SHARED;  // of a block
 enum ProjectKind { LAYER, ROUTES, SORTED, MASKED };
 constexpr ProjectKind PROJECT = static_cast<ProjectKind>(MXK_PROJECT);
 static_assert(K % (PROJECT ? 16 : 32) == 0 && I % 32 == 0 && MAX_ROUTES % 8 == 0, "limits");
@@ -140,7 +136,6 @@ __host__ __device__ constexpr int batch_of(int groups) {
 template <int COLUMNS, bool PAIRS_, int OUTPUTS>
 struct Projection {
   static constexpr bool PAIRS = PAIRS_;
-  static constexpr int SLICES = 1;  // blocks that share the columns
   static constexpr int UNIT_OUTPUTS = PAIRS ? 8 : 16, UNITS = OUTPUTS / UNIT_OUTPUTS;  // of an expert
   static constexpr int BYTES = COLUMNS / 2, GROUPS = COLUMNS / 32;
   static constexpr int BATCH = batch_of(GROUPS), BATCHES = (GROUPS + BATCH - 1) / BATCH;
@@ -199,7 +194,6 @@ constexpr int AT_LISTS = AT_OFFSETS + round_up(4 * E, 16);
 constexpr int AT_ROUTER = AT_LISTS + 6 * 2 * MAX_ROUTES;  // fp32
 constexpr int AT_END = AT_ROUTER + 4 * MAX_ROUTES;
 constexpr int SHARED = round_up(AT_END + 16, 128);
-constexpr int FLAGS_AT = 0, PARTS_IN_FLIGHT = 1, PARTS_BYTES = 0;  // no slices
 static_assert(STAGES >= 2 && SHARED <= SHARED_LIMIT, "shared memory of a block");
 
 // The barriers of a block: full and empty of each ring.
@@ -212,7 +206,6 @@ static_assert(AT_SUMS_EMPTY + 8 * SUM_STAGES <= BARRIERS, "barriers");
 extern "C" {
 __device__ __constant__ extern const int decode_threads = THREADS;
 __device__ __constant__ extern const int decode_shared = SHARED;
-__device__ __constant__ extern const int decode_parts = PARTS_BYTES;
 // Bytes of a row of a box of w13 and w2, and of their scales (0: no maps).
 __device__ __constant__ extern const int decode_box13 = GateUp::STRIDE, decode_box2 = Down::STRIDE;
 __device__ __constant__ extern const int decode_scales13 = GateUp::PADDED ? GateUp::SCALE_STRIDE : 0;

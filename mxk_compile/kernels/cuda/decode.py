@@ -12,27 +12,28 @@ from torch import Tensor
 
 from mxk_compile.kernels.cuda import maps
 from mxk_compile.kernels.cuda.build import build
+from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors, persistent
-from mxk_compile.kernels.cuda.int4_splits import MOST_SLICED, Split, Weight
+from mxk_compile.kernels.cuda.int4_splits import Split, Weight
 from mxk_compile.kernels.cuda.operands import OPERAND, Call, Format, activation, row_bytes
 from mxk_compile.kernels.empty import maker
 
 # struct Decode of decode.cuh; of a layer's call, only addresses change.
 MAPS = 4 * maps.MAP_BYTES
-DECODE = struct.Struct(f"={MAPS}s3Q8Q{OPERAND * 8}8q15i2f36x")  # the end fills its alignment of 64
-_CHANGING = ((struct.calcsize(f"={MAPS}s3Q"), struct.Struct("=8Q")),)
+DECODE = struct.Struct(f"={MAPS}s3Q7Q{OPERAND * 8}8q15i2f44x")  # the end fills its alignment of 64
+_CHANGING = ((struct.calcsize(f"={MAPS}s3Q"), struct.Struct("=7Q")),)
 _COUNTER_BYTES = 4096  # COUNTER_BYTES of decode.cuh
 _MOST_COUNTERS = 4096  # of a device: one a stream, and one a launch in a CUDA graph
 
 
 @functools.cache
-def _library(macros: tuple[tuple[str, int], ...]) -> Library:
-    return Library(build("moe_decode.cu", dict(macros)))
+def _library(macros: tuple[tuple[str, int], ...], device: Device) -> Library:
+    return Library(build("moe_decode.cu", dict(macros), device))
 
 
 @functools.cache
-def _kernel(macros: tuple[tuple[str, int], ...]) -> Kernel:
-    library = _library(macros)
+def _kernel(macros: tuple[tuple[str, int], ...], device: Device) -> Kernel:
+    library = _library(macros, device)
     threads, shared = library.constant("decode_threads"), library.constant("decode_shared")
     return Kernel(library.kernel("moe_decode"), DECODE, _CHANGING, threads, shared, cooperative=True)
 
@@ -50,19 +51,12 @@ def runs(call: Call, macros: tuple[tuple[str, int], ...]) -> bool:
         return False
     columns = (desc.hidden_size, desc.intermediate_size)
     weights = tuple(
-        Weight(size, *row_bytes(size, group, scale, zero), sliced=index == 0)
-        for index, (size, group, scale, zero) in enumerate(
-            zip(
-                columns,
-                desc.group_sizes,
-                (operands.s13, operands.s2),
-                (operands.z13, operands.z2),
-                strict=True,
-            )
+        Weight(size, *row_bytes(size, group, scale, zero))
+        for size, group, scale, zero in zip(
+            columns, desc.group_sizes, (operands.s13, operands.s2), (operands.z13, operands.z2), strict=True
         )
     )
-    split = Split.of(macros)
-    return split.fits(weights, desc.num_experts) and (split.slices == 1 or desc.hidden_size <= MOST_SLICED)
+    return Split.of(macros).fits(weights, desc.num_experts, served(call.device).shared_bytes)
 
 
 def _formats(call: Call) -> tuple[Format, Format]:
@@ -135,7 +129,7 @@ _counters: dict[int, _Counters] = {}
 _counters_lock = threading.Lock()
 
 
-def counters_for(device: int, stream: int) -> int:
+def _counters_for(device: int, stream: int) -> int:
     capturing = torch._C._cuda_isCurrentStreamCapturing()
     counters = _counters.get(device)
     if counters is None and not capturing:
@@ -176,8 +170,9 @@ class Decode:
             **(dict(_formats(call)[0].macros_of_codes) if desc.weight_format != "mxfp4" else {}),
         }
         given = tuple(sorted((chosen | settled).items()))
-        kernel = _kernel(given)
-        encoded, self._maps = _encoded_maps(call, _library(given))
+        device = served(call.device)
+        kernel = _kernel(given, device)
+        encoded, self._maps = _encoded_maps(call, _library(given, device))
         parts = (
             operands.w13,
             operands.s13,
@@ -190,16 +185,14 @@ class Decode:
         )
         argument = DECODE.pack(
             *(encoded, 0 if self._maps is None else self._maps.data_ptr()),
-            *[0] * 10,
+            *[0] * 9,
             *(field for part in parts for field in part.fields),
             *(call.x_stride, 0, 0, *call.ids_stride, *call.weights_stride, call.experts_min, call.num_tokens),
             *(*call.ids_type, call.weights_type, operands.b13.dtype, operands.b2.dtype, activation(desc)),
             *(operands.gate_row, operands.up_row, operands.up_expert, *[0] * 5, call.alpha, call.limit),
         )
         self._h_bytes = -(-2 * routes * desc.intermediate_size // 256) * 256
-        self._parts_at = self._h_bytes + -(-4 * routes * desc.hidden_size // 256) * 256
-        size = self._parts_at + _library(given).constant("decode_parts")
-        self._new_scratch = maker("cuda", (size,), torch.uint8)
+        self._new_scratch = maker("cuda", (self._h_bytes + 4 * routes * desc.hidden_size,), torch.uint8)
         self._new_out = maker("cuda", call.out_shape, torch.bfloat16)
         self._launch = kernel.bind(call.device, multiprocessors(call.device), argument)
         self._of_stream = _of_stream(call.device)
@@ -211,10 +204,10 @@ class Decode:
         scratch = self._new_scratch()
         counters = None if torch._C._cuda_isCurrentStreamCapturing() else self._of_stream.get(stream)
         if counters is None:
-            counters = counters_for(self._call.device, stream)
+            counters = _counters_for(self._call.device, stream)
         base = scratch.data_ptr()
         self._launch(
             *(stream, hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr()),
-            *(out.data_ptr(), base, base + self._h_bytes, base + self._parts_at, counters),
+            *(out.data_ptr(), base, base + self._h_bytes, counters),
         )
         return out

@@ -1,6 +1,6 @@
 // The decode kernel's ends: partial sums in fixed order, bias, activation or router weight, and routes to tokens.
 #pragma once
-#include "decode_slices.cuh"
+#include "decode_ring.cuh"
 
 // ---- routes to tokens
 
@@ -91,7 +91,7 @@ __device__ __forceinline__ float plain_product(const Decode& p, const Source<P>&
   if constexpr (MXK_ZEROS) zeros = from.zeros(half) + row * P::ROW_SCALES;
   const u16* x = reinterpret_cast<const u16*>(activations<P>(p, route));
   float sum = 0.0f;
-  for (int at = threadIdx.x & 31; at < P::BYTES * P::SLICES; at += 32) {
+  for (int at = threadIdx.x & 31; at < P::BYTES; at += 32) {
     const float scale = plain_scale(scales, 2 * at);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ float plain_product(const Decode& p, const Source<P>&
 
 template <class P>
 __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& routes, const Walk<P>& walk, int unit, u32 sums,
-                                            const float (&bias)[2], const Slices<P>& slices) {
+                                            const float (&bias)[2]) {
   const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
   const int expert = routes.expert[walk.block], first = routes.first[walk.block], count = routes.count[walk.block];
   const int output = (walk.first + unit) * P::UNIT_OUTPUTS + g;
@@ -121,17 +121,6 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
     for (int share = 0; share < SHARES; ++share) {
       const uint2 part = load_shared_8(sums + (share * TILE_UNITS + unit) * SUM + n * 256 + lane * 8);
       value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
-    }
-    if constexpr (P::SLICES > 1) {
-      if (slice_of<P>() != 0) {
-        *slices.place(slice_of<P>(), n) = make_uint2(__float_as_uint(value[0]), __float_as_uint(value[1]));
-        continue;
-      }
-      for (int slice = 1; slice < P::SLICES; ++slice) {
-        uint2 part;
-        asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(part.x), "=r"(part.y) : "l"(slices.place(slice, n)) : "memory");
-        value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
-      }
     }
     if (P::PAIRED && g >= 4) {  // as `slot_row` has it
       const float low = value[0];
@@ -177,7 +166,6 @@ __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& route
   static_assert(TILE_UNITS <= EPILOGUE, "a warp has one unit of a tile at most");
   constexpr int MORE = TILE_UNITS % EPILOGUE;
   Walk<P> walk(routes.blocks);
-  Slices<P> slices(p, warp);
   bool more = walk.next();
   int unit = warp, next_unit;  // of the tile
   float bias[2];
@@ -190,23 +178,14 @@ __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& route
     if (more) load_bias<P>(p, routes, ahead, next_unit, next_bias);
     barrier_wait(shared + AT_BARRIERS + AT_SUMS_FULL + 8 * turn.slot, turn.parity);
     const bool mine = unit < walk.count;
-    if constexpr (P::SLICES > 1) {
-      if (mine) slice_of<P>() == 0 ? slices.before_taking() : slices.before_bringing();
-    }
-    if (mine) finish_unit<P>(p, routes, walk, unit, shared + AT_SUMS + turn.slot * SUM_SET, bias, slices);
+    if (mine) finish_unit<P>(p, routes, walk, unit, shared + AT_SUMS + turn.slot * SUM_SET, bias);
     __syncwarp();
     if ((threadIdx.x & 31) == 0) barrier_arrive(shared + AT_BARRIERS + AT_SUMS_EMPTY + 8 * turn.slot);
-    if constexpr (P::SLICES > 1) {
-      if (mine) slices.after(slice_of<P>());
-    }
     if constexpr (!P::PAIRS && !MXK_PER_ROUTE && !PROJECT)
       if (mine) sum_if_last(p, routes, (walk.first + unit) * UNIT);
     turn.advance(SUM_STAGES);
     walk = ahead, unit = next_unit;
     bias[0] = next_bias[0], bias[1] = next_bias[1];
-  }
-  if constexpr (P::SLICES > 1) {
-    if (slice_of<P>() == 0) slices.leave();
   }
 }
 

@@ -13,6 +13,7 @@
 // less, and nothing of the activations is rounded.
 #pragma once
 #include "decode_ring.cuh"
+#include "mma.cuh"
 
 constexpr int MMA_TILES = NT / 2;  // of 8 rows of an expert
 static_assert(NT % 2 == 0, "rows of an expert come in eights");
@@ -46,7 +47,7 @@ __device__ __forceinline__ void bring_rows(const Decode& p, const Routes& routes
     for (int i = 0; i < HELD; ++i) {
       held[i] = make_uint4(0, 0, 0, 0);
       if (base + i >= items || eight_of(i) >= EIGHTS) continue;
-      const u8* row = activations<P>(p, routes.at(first + (base + i) / STEPS)) + slice_of<P>() * (P::BYTES * 4);
+      const u8* row = activations<P>(p, routes.at(first + (base + i) / STEPS));
       held[i] = load_eight(row + eight_of(i) * 16, MXK_X_ALIGNED || !(P::PAIRS || PROJECT));
     }
 #pragma unroll
@@ -77,16 +78,7 @@ __device__ __forceinline__ void bring_rows(const Decode& p, const Routes& routes
   for (u32 at = END * 32 + thread * 4; at < P::BATCHES * P::BATCH * (32 * MMA_TILES); at += WORKERS * 4) store_shared_4(sums + at, 0);
 }
 
-// mma.sync m16n8k16: D = A B + C. Lane (g = lane / 4, q = lane % 4): a[0], a[1] = A[g][2q, 2q + 1], A[g + 8][2q, ..]; a[2], a[3] =
-// the same 8 columns on; b0, b1 = B[2q, 2q + 1][g], B[2q + 8, 2q + 9][g]; d = D[g][2q], D[g][2q + 1], D[g + 8][2q], D[g + 8][2q + 1]
-// (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"). Columns of A and rows of B are permuted alike.
-__device__ __forceinline__ void multiply_16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// A word's nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7 as bf16 pairs.
+// A word's nibbles 0 and 4, 1 and 5, 2 and 6, 3 and 7 as bf16 pairs: columns of A and rows of B are permuted alike.
 __device__ __forceinline__ void unpack_codes(u32 word, u32 (&pairs)[4]) {
   constexpr u32 LOW = 0x000F000Fu, HIGH = 0x00F000F0u, SIGNS = MXK_FORMAT == 2 ? 0x00880088u : 0;
   const u32 upper = word >> 8;
@@ -135,8 +127,7 @@ __device__ __forceinline__ void multiply_batch(const LaneRows& at, u32 weights, 
 #pragma unroll
   for (int u = 0; u < TILE_UNITS; ++u) {
     const u32 row = at.scales + u * (P::scale_at(1, 0, 0) - P::scale_at(0, 0, 0));
-    const int first = step + (P::PADDED ? 0 : slice_of<P>() * P::GROUPS);
-    load_scales<P>(row, first, scales[u][0]), load_scales<P>(row + at.half_scales, first, scales[u][1]);
+    load_scales<P>(row, step, scales[u][0]), load_scales<P>(row + at.half_scales, step, scales[u][1]);
   }
 #pragma unroll
   for (int i = 0; i < P::BATCH; ++i) {
@@ -161,15 +152,14 @@ __device__ __forceinline__ void multiply_batch(const LaneRows& at, u32 weights, 
       const float scale[2] = {there ? scales[u][0][i] : 0.0f, there ? scales[u][1][i] : 0.0f};
       if constexpr (MXK_ZEROS) {
         const u32 of = at.zeros + u * (P::zero_at(1, 0, 0) - P::zero_at(0, 0, 0));
-        const int zero_step = step + i + slice_of<P>() * P::GROUPS;
-        zero[0] = load_zero(of, zero_step), zero[1] = load_zero(of + at.half_zeros, zero_step);
+        zero[0] = load_zero(of, step + i), zero[1] = load_zero(of + at.half_zeros, step + i);
       }
 #pragma unroll
       for (int t = 0; t < MMA_TILES; ++t) {
         float d[4] = {start[t][0], start[t][1], start[t][0], start[t][1]};
         if constexpr (MXK_ZEROS) d[0] *= zero[0], d[1] *= zero[0], d[2] *= zero[1], d[3] *= zero[1];
-        multiply_16(d, low[0], high[0], low[1], high[1], b[t].x, b[t].y);
-        multiply_16(d, low[2], high[2], low[3], high[3], b[t].z, b[t].w);
+        add_product_bf16(d, {low[0], high[0], low[1], high[1]}, b[t].x, b[t].y);
+        add_product_bf16(d, {low[2], high[2], low[3], high[3]}, b[t].z, b[t].w);
 #pragma unroll
         for (int j = 0; j < 4; ++j) total[u][t][j] += d[j] * scale[j / 2];
       }

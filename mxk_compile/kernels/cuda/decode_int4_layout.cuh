@@ -11,22 +11,16 @@ constexpr int THREADS = (CONSUMERS + HELPERS) * 32;
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int HELPER_REGISTERS = 88;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
-// After them the slices': of each team of blocks that share rows and each warp of the epilogue, how many parts each of
-// the others has brought and how many were taken.
-constexpr int FLAGS_AT = COUNTERS_AT + (PROJECT ? 0 : K / 16), MOST_BLOCKS = 148;
-static_assert(FLAGS_AT + (MXK_SLICES > 1 ? MOST_BLOCKS * EPILOGUE : 0) <= COUNTER_BYTES / 4, "counters");
-
 constexpr int CHUNK = MXK_CHUNK;
 constexpr int MOST_BOX = 1024;  // bytes of a row of a box of 32-bit elements
 
 // Work comes in units of 16 weight rows, a warp's part of a product; a tile is up to 4 of them, a warpgroup's.
 constexpr int UNIT = 16, TILE_UNITS = MXK_UNITS, TILE_ROWS = UNIT * TILE_UNITS;
 
-// One projection: COLUMNS of the dot product, of SLICES such parts; units of (gate, up) rows where PAIRS.
-template <int COLUMNS, bool PAIRS_, int OUTPUTS, int SLICES_ = 1>
+// One projection: COLUMNS of the dot product; units of (gate, up) rows where PAIRS.
+template <int COLUMNS, bool PAIRS_, int OUTPUTS>
 struct Projection {
   static constexpr bool PAIRS = PAIRS_;
-  static constexpr int SLICES = SLICES_;
   static constexpr int UNIT_OUTPUTS = PAIRS ? 8 : 16, UNITS = OUTPUTS / UNIT_OUTPUTS;  // of an expert
   static constexpr int BYTES = COLUMNS / 2, GROUPS = COLUMNS / 32;
   static constexpr int BATCH = lesser(GROUPS, 4), BATCHES = (GROUPS + BATCH - 1) / BATCH;
@@ -39,9 +33,9 @@ struct Projection {
   static_assert(STRIDE <= 2 * MOST_BOX, "a row of a box");
   static constexpr int SLOT = TILE_ROWS * STRIDE;
   // Scales of a tile: copied as they lie in memory, whole rows, to a place that starts up to 15 bytes early. Row by row, and
-  // padded, where they would lie in the same banks; then those of this slice. Zero points: whole always.
+  // padded, where they would lie in the same banks. Zero points: whole always.
   static constexpr bool SEPARATE = PAIRS && !MXK_INTERLEAVED, PAIRED = PAIRS && MXK_INTERLEAVED;
-  static constexpr int ROW_SCALES = GROUP_LOG == 31 ? 1 : COLUMNS * SLICES >> GROUP_LOG;
+  static constexpr int ROW_SCALES = GROUP_LOG == 31 ? 1 : COLUMNS >> GROUP_LOG;
   static constexpr int PADDED_ROW = GROUP_LOG == 31 || COLUMNS % (1 << GROUP_LOG % 31) ? 1 : (COLUMNS >> GROUP_LOG) * SCALE_BYTES;
   static constexpr bool PADDED = PADDED_ROW % 16 == 0 && PADDED_ROW + 16 <= MOST_BOX;
   static constexpr int SCALE_ROW = PADDED ? PADDED_ROW : ROW_SCALES * SCALE_BYTES;
@@ -70,9 +64,8 @@ struct Projection {
   static constexpr int DIGITS = round_up(BATCHES * BATCH * 272 * NT, 128);
 };
 // Of the down projection only where there are no others: a projection by itself.
-using GateUp = Projection<PROJECT ? 32 : K / MXK_SLICES, true, PROJECT ? 8 : I, PROJECT ? 1 : MXK_SLICES>;
-using Down = Projection<PROJECT ? I / MXK_SLICES : I, false, K, PROJECT ? MXK_SLICES : 1>;
-static_assert(MXK_SLICES == 1 || (PROJECT ? I : K) % (32 * MXK_SLICES) == 0, "slices");
+using GateUp = Projection<PROJECT ? 32 : K, true, PROJECT ? 8 : I>;
+using Down = Projection<I, false, K>;
 
 constexpr int SLOT = greater(GateUp::SLOT, Down::SLOT);
 constexpr int SCALES = greater(GateUp::SCALES, Down::SCALES);
@@ -106,8 +99,6 @@ constexpr int AT_LISTS = AT_OFFSETS + round_up(4 * E, 16);
 constexpr int AT_ROUTER = AT_LISTS + LIST_BYTES;  // fp32
 constexpr int AT_END = AT_ROUTER + ROUTER_BYTES;
 constexpr int SHARED = round_up(AT_END + 16, 128);
-// Parts in flight between slices, of a warp of the epilogue, before it waits for them to be taken.
-constexpr int PARTS_IN_FLIGHT = 16, PARTS_BYTES = MXK_SLICES > 1 ? MOST_BLOCKS * EPILOGUE * PARTS_IN_FLIGHT * SUM : 0;
 static_assert(STAGES >= 2 && SHARED <= SHARED_LIMIT, "shared memory of a block");
 
 // The barriers of a block: full and empty of each ring.

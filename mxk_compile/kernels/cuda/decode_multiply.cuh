@@ -1,59 +1,10 @@
-// The decode kernel's products: weights as FP8, exactly, in the A registers of WGMMA, a group of 32 columns an instruction.
+// The decode kernel's products: weights as FP8, exactly, in the A registers, a group of 32 columns an instruction.
 #pragma once
-#include "decode_digits.cuh"
-
-// wgmma.mma_async m64n8k32 (n16, n24, n32), E4M3 x E4M3 -> fp32, without adding to what `d` holds. Lane (g = lane / 4,
-// q = lane % 4) of warp w: a0, a1 = A[16w+g][4q..4q+3], A[16w+g+8][4q..]; a2, a3 = the same 16 columns on; d[n][0], d[n][1] =
-// D[16w+g][8n+2q], [8n+2q+1]; d[n][2], d[n][3] = those of row 16w+g+8 (PTX ISA, "Matrix Fragments for wgmma.mma_async.m64nNk32").
-template <int N>
-struct Product;
-template <>
-struct Product<1> {
-  static __device__ __forceinline__ void run(float (&d)[1][4], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, add, 1, 1;\n}"
-        : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-template <>
-struct Product<2> {
-  static __device__ __forceinline__ void run(float (&d)[2][4], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, add, "
-        "1, 1;\n}"
-        : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3]), "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]),
-          "=f"(d[1][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-template <>
-struct Product<3> {
-  static __device__ __forceinline__ void run(float (&d)[3][4], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n24k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, "
-        "%14, %15}, %16, add, 1, 1;\n}"
-        : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3]), "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]),
-          "=f"(d[1][3]), "=f"(d[2][0]), "=f"(d[2][1]), "=f"(d[2][2]), "=f"(d[2][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
-template <>
-struct Product<4> {
-  static __device__ __forceinline__ void run(float (&d)[4][4], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
-        "%15}, {%16, %17, %18, %19}, %20, add, 1, 1;\n}"
-        : "=f"(d[0][0]), "=f"(d[0][1]), "=f"(d[0][2]), "=f"(d[0][3]), "=f"(d[1][0]), "=f"(d[1][1]), "=f"(d[1][2]),
-          "=f"(d[1][3]), "=f"(d[2][0]), "=f"(d[2][1]), "=f"(d[2][2]), "=f"(d[2][3]), "=f"(d[3][0]), "=f"(d[3][1]),
-          "=f"(d[3][2]), "=f"(d[3][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  }
-};
+#if MXK_MULTIPLY
+#include "decode_mma.cuh"
+#else
+#include "decode_wgmma.cuh"
+#endif
 
 // Eight E2M1 codes as E4M3 of code * 2^-6: exponent and upper mantissa bit keep their places beside each other, so
 // subnormals and -0 are right too. `even`: nibbles 0, 2, 4, 6; the lower nibble of a byte is the earlier column.
@@ -80,14 +31,6 @@ struct Factor {
   __device__ float end(float sum) const { return infinite() ? factor : MXK_SCALES_SMALL ? sum * factor * rest : sum; }
 };
 
-// B in shared memory without swizzle: core matrices of 8 x 16 bytes, 128 bytes apart along K, 256 along N.
-// The upper half of its descriptor is the same for all.
-__device__ __forceinline__ u64 digits_descriptor(u32 lower) {
-  u64 d;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(lower), "n"(256 >> 4));
-  return d;
-}
-
 // BATCH groups of 16 rows a warp. weights, scales: of this lane's fragment row g; half_weights, half_scales: from there
 // to those of g + 8.
 template <class P>
@@ -102,17 +45,16 @@ __device__ __forceinline__ void multiply_batch(u32 weights, u32 half_weights, u3
     unpack(low, a[i][0], a[i][2]);
     unpack(high, a[i][1], a[i][3]);
   }
-  const u32 uniform = __shfl_sync(~0u, digits, 0);
-  wgmma_fence();
+  const u32 first = begin_products(digits);
 #pragma unroll
-  for (int i = 0; i < P::BATCH; ++i) Product<NT>::run(d[i], a[i], digits_descriptor(uniform + i * (16 * NT)));
-  wgmma_commit();
+  for (int i = 0; i < P::BATCH; ++i) Product<NT>::run(d[i], a[i], first + i * DIGITS_STEP);
+  end_products();
 #pragma unroll
   for (int i = 0; i < P::BATCH; ++i) {
     bytes[i][0] = load_shared_byte(scales + i), bytes[i][1] = load_shared_byte(scales + half_scales + i);
     if (i >= LEFT && last) bytes[i][0] = bytes[i][1] = 0;  // those products are 0, whatever the slot holds
   }
-  wgmma_wait<0>();
+  wait_for_products();
 #pragma unroll
   for (int i = 0; i < P::BATCH; ++i)
 #pragma unroll
@@ -153,7 +95,7 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
       block = walk.block;
       barrier_wait(barriers + AT_DIGITS_FULL + 8 * turn.digits.slot, turn.digits.parity);
     }
-    const u32 digits = (shared + AT_DIGITS + turn.digits.slot * DIGITS) >> 4 | (128 >> 4) << 16;
+    const u32 digits = digits_operand(shared + AT_DIGITS + turn.digits.slot * DIGITS);
     const u32 scales = shared + AT_SCALES + turn.scales.slot * SCALES + P::skew(walk.first) + low_scales;
     float sum[NT][2] = {};
     Factor factors[NT];
@@ -167,7 +109,7 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
 #pragma unroll 1
       for (; batch < end; batch += SHARES)
         multiply_batch<P>(weights + (batch - first) * (P::BATCH * 16), half_weights, scales + batch * P::BATCH, half_scales,
-                          digits + batch * (P::BATCH * 16 * NT), batch == P::BATCHES - 1, factors, sum);
+                          digits + batch * (P::BATCH * DIGITS_STEP), batch == P::BATCHES - 1, factors, sum);
       __syncwarp();
       if (lane == 0) barrier_arrive(barriers + AT_SLOT_EMPTY + 8 * turn.slot.slot);
     }

@@ -9,29 +9,26 @@ import functools
 import struct
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mxk_compile.kernels.cuda import maps
 from mxk_compile.kernels.cuda.build import build
-from mxk_compile.kernels.cuda.decode import DECODE, MAPS, counters_for
+from mxk_compile.kernels.cuda.decode import DECODE, MAPS
+from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
 from mxk_compile.kernels.cuda.int4_splits import Split, Weight
 from mxk_compile.kernels.cuda.operands import ABSENT, Format, Operand, row_bytes
 from mxk_compile.kernels.cuda.schedule import Schedule
-from mxk_compile.kernels.empty import maker
 
-_CHANGING = ((struct.calcsize(f"={MAPS}sQ"), struct.Struct("=10Q")),)
+_CHANGING = ((struct.calcsize(f"={MAPS}sQ"), struct.Struct("=9Q")),)
 _KINDS = {"routes": 1, "sorted": 2, "masked": 3}  # MXK_PROJECT
 
 
 @functools.cache
-def _kernel(macros: tuple[tuple[str, int], ...]) -> tuple[Kernel, Library]:
-    library = Library(build("moe_decode.cu", dict(macros)))
+def _kernel(macros: tuple[tuple[str, int], ...], device: Device) -> tuple[Kernel, Library]:
+    library = Library(build("moe_decode.cu", dict(macros), device))
     threads, shared = library.constant("decode_threads"), library.constant("decode_shared")
-    sliced = library.constant("decode_parts") > 0  # blocks wait for each other
-    kernel = Kernel(library.kernel("decode_project"), DECODE, _CHANGING, threads, shared, cooperative=sliced)
-    return kernel, library
+    return Kernel(library.kernel("decode_project"), DECODE, _CHANGING, threads, shared), library
 
 
 def weight_of(columns: int, groups: int, parts: tuple[Operand, ...]) -> Weight:
@@ -46,6 +43,7 @@ def runs(
     parts: tuple[Operand, ...],
     num_experts: int,
     outputs: int,
+    device: Device,
 ) -> bool:
     """Whether the decode kernel runs a projection of INT4 weights with this schedule."""
     if schedule.kernel != "decode" or overload not in _KINDS or outputs % 16:
@@ -54,7 +52,7 @@ def runs(
         parts[0].aligned(weight.columns // 2)
         and parts[1].aligned(weight.scale_bytes)
         and (parts[2] is ABSENT or parts[2].aligned(weight.zero_bytes))
-        and Split.of(schedule.macros).fits((weight,), num_experts, overload == "masked")
+        and Split.of(schedule.macros).fits((weight,), num_experts, device.shared_bytes, overload == "masked")
     )
 
 
@@ -84,7 +82,7 @@ class DecodeProjection:
         strides: tuple[int, int, int],
         x_aligned: bool,
     ) -> None:
-        self._device = device = out.get_device()
+        device = out.get_device()
         num_rows, outputs = out.shape
         first = routing[0]
         given = {
@@ -97,7 +95,7 @@ class DecodeProjection:
             "MXK_TOP_K": first.shape[1] if overload == "routes" else 1,
             "MXK_X_ALIGNED": int(x_aligned),
         }
-        kernel, library = _kernel(tuple(sorted(given.items())))
+        kernel, library = _kernel(tuple(sorted(given.items())), served(device))
         matrices = (
             maps.Matrix(
                 parts[0], num_experts, outputs, weight.columns // 2, 16, library.constant("decode_box2")
@@ -115,7 +113,7 @@ class DecodeProjection:
         absent = ABSENT.fields * 3
         argument = DECODE.pack(
             *(bytes(MAPS // 2) + encoded, 0),
-            *[0] * 10,
+            *[0] * 9,
             *(*absent, *parts[0].fields, *parts[1].fields, *ABSENT.fields, *ABSENT.fields, *parts[2].fields),
             *(x_stride, x_inner, out_stride),
             *(*(first.stride() if overload == "routes" else (0, 0)), 0, 0, attributes.get("experts_min", 0)),
@@ -123,16 +121,10 @@ class DecodeProjection:
             *(0, 0, 0, 0, 0, 0, 0),
             *(x_rows, num_rows, first.shape[0], block_size, blocks, 0.0, 0.0),
         )
-        self._parts_bytes = library.constant("decode_parts")
-        self._new_parts = maker("cuda", (self._parts_bytes,), torch.uint8)
         self._launch = kernel.bind(device, multiprocessors(device), argument)
 
     def __call__(self, stream: int, out: Tensor, x: Tensor, routing: tuple[Tensor, ...]) -> None:
         """Writes `out` on `stream` of the call's device, which is current."""
-        parts = self._new_parts() if self._parts_bytes else None
         first, *rest = (tensor.data_ptr() for tensor in routing)
         more = rest or (0, 0)
-        self._launch(
-            *(stream, *more, x.data_ptr(), first, 0, out.data_ptr(), 0, 0),
-            *(0 if parts is None else parts.data_ptr(), counters_for(self._device, stream)),
-        )
+        self._launch(stream, *more, x.data_ptr(), first, 0, out.data_ptr(), 0, 0, 0)

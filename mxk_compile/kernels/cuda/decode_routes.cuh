@@ -152,10 +152,9 @@ struct Walk {
 
   __device__ explicit Walk(int column_blocks) {
     const u32 total = static_cast<u32>(column_blocks) * P::UNITS;
-    const u32 teams = gridDim.x / P::SLICES, team = blockIdx.x / P::SLICES;  // blocks that are left over have nothing
-    const u32 each = total / teams, more = total % teams;
-    const u32 unit = team * each + min(team, more);
-    left = team >= teams ? 0 : each + (team < more ? 1 : 0);
+    const u32 each = total / gridDim.x, more = total % gridDim.x;
+    const u32 unit = blockIdx.x * each + min(blockIdx.x, more);
+    left = each + (blockIdx.x < more ? 1 : 0);
     block = unit / P::UNITS;
     first = unit - block * P::UNITS;
   }

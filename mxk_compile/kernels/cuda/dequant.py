@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mxk_compile.kernels.cuda.build import build
+from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library
 
 _DEQUANT = struct.Struct("=3Qq")  # struct Dequant of dequant.cu
@@ -17,8 +18,8 @@ _WORD_BYTES = 4
 
 
 @functools.cache
-def _kernel() -> Kernel:
-    return Kernel(Library(build("dequant.cu", {})).kernel("mxfp4_dequant"), _DEQUANT, (), _THREADS)
+def _kernel(device: Device) -> Kernel:
+    return Kernel(Library(build("dequant.cu", {}, device)).kernel("mxfp4_dequant"), _DEQUANT, (), _THREADS)
 
 
 def dequant(weight: Tensor, scale: Tensor) -> Tensor:
@@ -37,5 +38,5 @@ def dequant(weight: Tensor, scale: Tensor) -> Tensor:
             stream = torch._C._cuda_getCurrentRawStream(device)
             blocks = -(-count // (_THREADS * _WORDS))
             argument = _DEQUANT.pack(packed.data_ptr(), scales.data_ptr(), out.data_ptr(), count)
-            _kernel().launch(device, stream, blocks, argument)
+            _kernel(served(device)).launch(device, stream, blocks, argument)
     return out

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mxk_compile.kernels.cuda import decode_project, prefill, scales
 from mxk_compile.kernels.cuda.build import build
+from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
 from mxk_compile.kernels.cuda.operands import ABSENT, ALIGNMENT, Format, Operand, operand
 from mxk_compile.kernels.cuda.prefill import BLOCK, ROW_BYTES, ROW_STEP
@@ -31,7 +32,7 @@ from mxk_compile.ops.project import GROUP_ROWS, NUM_ROUTING
 _GROUPS = struct.Struct("=9Q2q15i4x")
 _GROUPS_CHANGING = ((0, struct.Struct("=9Q")),)
 _KINDS = {"sorted": 0, "contiguous": 1, "masked": 2}
-_MOST_BLOCKS = 32768  # whose counts fit into shared memory
+_MOST_BLOCKS = 24576  # whose counts fit into the 99 KB of shared memory that a block has on every device
 _MOST_PREPARED = 4096
 _ROUTES_WEIGHTS = (0, 0)  # router weights have no part in a projection
 
@@ -113,8 +114,8 @@ _prepared: dict[Any, _Projection] = {}
 
 
 @functools.cache
-def _groups() -> tuple[Kernel, Kernel]:
-    module = Library(build("groups.cu", {}))
+def _groups(device: Device) -> tuple[Kernel, Kernel]:
+    module = Library(build("groups.cu", {}, device))
     plan, gather = (
         Kernel(module.kernel(name), _GROUPS, _GROUPS_CHANGING, threads, shared, overlap=True)
         for name, threads, shared in (
@@ -183,13 +184,12 @@ class _Projection:
             return
         top_k = attributes.get("top_k", 1)
         mean = attributes["expected_m"] if overload == "masked" else num_rows / num_experts
+        self._kind = served(device)
         format_ = Format.of(weight_format, self._parts[1], self._parts[2], columns // scale.shape[-1])
         of_weight = decode_project.weight_of(columns, scale.shape[-1], self._parts)
         most_rows = num_rows // num_experts if overload == "masked" else 0
-        with torch.cuda.device(device):
-            name = torch.cuda.get_device_name(device)
         sizes_of = (num_experts, outputs, of_weight, mean, overload == "contiguous", num_rows, most_rows)
-        schedule = choose_of_product(Product(name, weight_format, *sizes_of))
+        schedule = choose_of_product(Product(weight_format, *sizes_of, self._kind))
         x_stride, x_outer = x.stride(-2), x.stride(0) if x.dim() == 3 else 0
         if self._copies_x:
             x_stride, x_outer = columns, columns * (x.shape[1] if x.dim() == 3 else 0)
@@ -198,7 +198,7 @@ class _Projection:
         )
         out_stride = outputs if self._copies_out else out.stride(0)
         if weight_format != "mxfp4" and decode_project.runs(
-            overload, schedule, of_weight, self._parts, num_experts, outputs
+            overload, schedule, of_weight, self._parts, num_experts, outputs, self._kind
         ):
             if overload == "masked":
                 strides = (x_outer if x.dim() == 3 else most_rows * x_stride, x_stride, out_stride)
@@ -210,10 +210,12 @@ class _Projection:
                     *(schedule, strides, aligned),
                 )
             return
-        sizes = schedule.sizes or tile_sizes(mean, even=overload == "contiguous")
+        sizes = schedule.sizes or tile_sizes(mean, even=overload == "contiguous", most=self._kind.most_rows)
         with torch.cuda.device(device):
             small = self._scales is None or self._scales.small is True
-            self._kernels = [prefill.product("prefill_project", size, format_, small) for size in sizes]
+            self._kernels = [
+                prefill.product("prefill_project", size, format_, small, self._kind) for size in sizes
+            ]
         all_sizes = (*sizes, *(0,) * (MOST_SIZES - len(sizes)))
         if overload == "routes":
             self._places = num_rows
@@ -285,7 +287,7 @@ class _Projection:
         rows, of_blocks = base + space.x, base + space.of_blocks
         first = routing[0].data_ptr()
         if self._overload == "routes":
-            plan, gather, _ = prefill.routing()
+            plan, gather, _ = prefill.routing(self._kind)
             where: tuple[int, ...] = (
                 first,
                 first,
@@ -299,7 +301,7 @@ class _Projection:
                 target,
             )
         else:
-            plan, gather = _groups()
+            plan, gather = _groups(self._kind)
             more = [tensor.data_ptr() for tensor in routing[1:]] or [0, 0]
             where = (first, *more, x.data_ptr(), rows, of_blocks, target, tiles, num_tiles)
         plan.launch(device, stream, 1, self._rows, where)

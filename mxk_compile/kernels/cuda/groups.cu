@@ -7,7 +7,7 @@
 // A block is `block_size` places of one expert: of sorted_token_ids, of the 128 rows of a group, or the max_m rows of an
 // expert. Places at its end that hold nothing are left out; consecutive full blocks of an expert are one run, so that
 // tiles do not depend on the caller's block size. One block of threads plans: the counts are in shared memory, and
-// nothing goes to the host. Limits: as many blocks as counts fit there, 32768 (grouped.py).
+// nothing goes to the host. Limits: as many blocks as counts fit there, 24576 (grouped.py).
 #include "rows.cuh"
 
 enum Groups : i32 { SORTED, CONTIGUOUS, MASKED };

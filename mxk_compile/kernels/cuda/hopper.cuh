@@ -1,5 +1,16 @@
-// Types without headers (NVRTC brings none), and the PTX of Hopper that the kernels use, one function an instruction.
+// Types without headers (NVRTC brings none), and the PTX of Hopper that the kernels use, one function an instruction. All but
+// the warpgroup's multiply is Blackwell's too. What differs between devices (kernels/cuda/devices.py) are two macros:
+//
+//   MXK_MULTIPLY  0 wgmma (sm_90a); 1 mma.sync (every device); 2 tcgen05 in prefill.cu, mma.sync in moe_decode.cu (sm_100a)
+//   MXK_SHARED    bytes of shared memory that a block may take
 #pragma once
+
+#ifndef MXK_MULTIPLY
+#define MXK_MULTIPLY 0
+#endif
+#ifndef MXK_SHARED
+#define MXK_SHARED 232448
+#endif
 
 using u8 = unsigned char;
 using u16 = unsigned short;

@@ -12,7 +12,7 @@
 //   maps        tensor maps of the weights (kernels/cuda/maps.py), with boxes of the sizes that the module names
 //   workspace   h: T * k * I bf16, y: T * k * K fp32 (not with PER_ROUTE), both 16-byte aligned, any content
 //               counters: COUNTER_BYTES, zero before their first use and left alone between launches; launches that may
-//               overlap need their own. parts: decode_parts bytes, any content
+//               overlap need their own
 //   limits      T * k <= MXK_MAX_ROUTES; K, I multiples of 32; K up to 15360, for the counters. MXK_ALIGNED=1:
 //               weight rows on 16-byte boundaries, scale rows dense and every expert's scales on a 16-byte boundary.
 //               MXK_X_ALIGNED=1: rows of x on 16-byte boundaries. Otherwise 0: same results, slow copies. INT4: scales and
@@ -25,7 +25,7 @@
 // slots, a part of the columns each; when its gate/up rows are issued it goes on with its down rows, while the others wait
 // for the grid-wide barrier between the projections. SHARES warpgroups of consumers share the columns of every slot: a
 // warp has 16 rows, turns codes into FP8 in registers, multiplies them by the activations in shared memory, a group of 32
-// columns a WGMMA, and scales the group's sums (decode_multiply.cuh). Activations become FP8 digits once a block and expert
+// columns a WGMMA, elsewhere an mma.sync, and scales the group's sums (decode_multiply.cuh). Activations become FP8 digits once a block and expert
 // (decode_digits.cuh, docs/adr/0010-fp8-digits.md): the first expert's by the consumers, the next ones' ahead of time by three
 // warps. Four warps add the consumers' sums in fixed order, apply bias, activation or router weight, and store; whoever stores
 // the last part of 16 output columns adds up the slots there.
@@ -33,10 +33,8 @@
 //
 // INT4 keeps the blocks, their shares, the ring and the ends; what differs is in decode_int4.cuh. Its products are `mma.sync`
 // of a warp by itself: a tile is MXK_UNITS units, every warp of the consumers has a share of the columns of all of them,
-// and activations stay bf16, brought by the consumers when an expert begins. An expert's rows in shared memory are 2 bytes
-// a column and row, so that 8 of K = 7168 leave room for the ring, 16 do not: with MXK_SLICES blocks in a team each holds
-// one part of the columns for more rows, all go through the same units, and the first adds up what the others bring
-// through a small ring in the L2 (decode_slices.cuh). Teams are neighbours, so that a row is read at one time.
+// and activations stay bf16, brought by the consumers when an expert begins. They take 2 bytes a column and row of shared
+// memory: 8 rows of K = 7168 leave room for the ring, 16 do not.
 // What binds: docs/performance/h200.md.
 #include "decode_finish.cuh"
 #if MXK_FORMAT

@@ -21,12 +21,15 @@
 // (token tile, row tile), row tiles fastest: the tiles of one expert run together, and a launch takes its weights from
 // device memory once. Producers look a tile ahead, and hand on what its consumers want to know at the end (List).
 //
+// Said of Hopper, where it was measured. Blackwell has other products behind the same interface (prefill_mma.cuh,
+// prefill_tcgen05.cuh) and was not measured.
+//
 // Limits: K and I multiples of 32, weight rows on 16 bytes.
 #include "prefill_feed.cuh"
 #include "prefill_multiply.cuh"
 
 template <Product PRODUCT>
-__device__ __forceinline__ void compute_tile(const Gemm& p, const List& list, int row_tile, const Ring& ring) {
+__device__ __forceinline__ void compute_tile(const Gemm& p, const List& list, int row_tile, const Ring& ring, Products& products) {
   using Rows = Tile<PRODUCT>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = (threadIdx.x - PRODUCERS) / 128;
   const int quarter = lane % 4, g = lane / 4;
@@ -35,7 +38,7 @@ __device__ __forceinline__ void compute_tile(const Gemm& p, const List& list, in
     Ring passing = ring;
     for (int block = 0; block < p.blocks; block += SPAN) {
       barrier_wait(passing.filled(), passing.parity);
-      if (lane == 0) barrier_arrive(passing.emptied());
+      if (Products::leads(lane, warp)) barrier_arrive(passing.emptied());
       passing.next();
     }
     return;
@@ -59,8 +62,8 @@ __device__ __forceinline__ void compute_tile(const Gemm& p, const List& list, in
   }
   rows.unit = Rows::UNIT * Rows::row_step(p) * static_cast<i32>(p.scale.row_stride);
   rows.zero_unit = MXK_ZEROS ? Rows::UNIT * Rows::row_step(p) * static_cast<i32>(p.zero.row_stride) : 0;
-  float sum[2][TOKENS / 2];
-  multiply(sum, p, rows, quarter, ring, 128 * group + 8 * warp + g, lane == 0);
+  Sums sum;
+  multiply(products, sum, p, rows, quarter, ring, 128 * group + 8 * warp + g, Products::leads(lane, warp));
 
   float bias[2][2] = {};
   if (PRODUCT != PROJECT && p.bias.present()) {
@@ -133,15 +136,17 @@ template <Product PRODUCT>
 __device__ __forceinline__ void gemm(const Gemm& p) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ List lists[LISTS];
+  __shared__ Products::Shared of_products;
   const u32 data = shared_address(shared), barriers = data + STAGES * STAGE_BYTES;
   Ring ring{data, barriers, barriers + 8 * STAGES};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(ring.full + 8 * stage, COPIERS + SCALERS + 1);
-      barrier_init(ring.empty + 8 * stage, CONSUMER_WARPS);
+      barrier_init(ring.empty + 8 * stage, 2 * Products::ARRIVALS);
     }
     barrier_init_fence();
   }
+  Products::prepare(of_products);
   __syncthreads();
   // A chained launch begins when the one before has waited, so its input is there; it waits at its end, so that what
   // comes after both waits for both.
@@ -197,8 +202,10 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();
+    Products products(of_products);
     for (int work = blockIdx.x; work < total; next_tile(work))
-      compute_tile<PRODUCT>(p, lists[list], work % row_tiles, ring);
+      compute_tile<PRODUCT>(p, lists[list], work % row_tiles, ring, products);
+    products.end();
   }
   if (p.chained) wait_for_earlier_kernels();
 }

@@ -16,10 +16,12 @@ constexpr int BLOCK_BYTES = 2 * BLOCK;    // of a row
 constexpr int TOKENS = MXK_TOKENS;        // of a tile: wgmma's N, 16..176 in steps of 16
 constexpr int ROWS = 256;                 // weight rows of a tile
 constexpr int PACKED_BYTES = BLOCK / 2;   // of a block of one weight row
+constexpr bool ROOMY = MXK_SHARED >= 200 * 1024;
 // Blocks of a stage: 128 bytes of a row, a line of L2, where bytes bind; 64 where activations need the room.
-constexpr int SPAN = TOKENS <= 64 ? 4 : 2;
-// Steps of 16 columns whose products are started at once: fewer waits, but more registers for fragments.
-constexpr int GROUP_STEPS = TOKENS <= 128 ? 2 : 1;
+constexpr int SPAN = TOKENS <= 64 && ROOMY ? 4 : 2;
+// Steps of 16 columns whose products are started at once: fewer waits, but more registers for fragments, which tcgen05 has, as
+// its sums are not in registers.
+constexpr int GROUP_STEPS = MXK_MULTIPLY == 2 ? 4 : TOKENS <= 128 ? 2 : 1;
 constexpr int SPAN_BYTES = SPAN * PACKED_BYTES;
 constexpr int TOKEN_BYTES = TOKENS * BLOCK_BYTES;  // of one block
 constexpr int WEIGHTS = SPAN * TOKEN_BYTES;        // where they lie in a stage
@@ -29,9 +31,10 @@ constexpr int SCALES = WEIGHTS + ROWS * SPAN_BYTES;
 constexpr int ROW_SCALES = STAGED ? 2 * SPAN * SCALE_BYTES : 0;  // bytes of a row and stage: 4 to 16
 constexpr int STAGE_BYTES = (SCALES + ROWS * ROW_SCALES + 1023) / 1024 * 1024;
 // Few tokens leave registers for a second block, whose unpacking fills the first's waits.
-constexpr int BLOCKS = STAGED && TOKENS <= 32 ? 2 : 1;  // of a multiprocessor
-constexpr int RING_BYTES = 222 * 1024 / BLOCKS - 1024;
+constexpr int BLOCKS = STAGED && TOKENS <= 32 && ROOMY ? 2 : 1;  // of a multiprocessor
+constexpr int RING_BYTES = (MXK_SHARED - 5 * 1024) / BLOCKS - 1024;
 constexpr int STAGES = RING_BYTES / STAGE_BYTES < 8 ? RING_BYTES / STAGE_BYTES : 8;
+static_assert(STAGES >= 2, "shared memory of a block");
 constexpr int COPIERS = 64;               // threads that copy weights
 constexpr int SCALERS = STAGED ? 32 : 0;  // threads that copy scales
 // Tiles whose lists are in use: the producers may be a tile a stage ahead, and both warpgroups at the end of one.
@@ -71,10 +74,25 @@ struct List {
   i32 target[TOKENS];
 };
 
-__device__ __forceinline__ u64 operand_descriptor(u32 address) {  // K-major, 128-byte swizzle, 8 rows = 1024 bytes
-  return (static_cast<u64>(1) << 62) | (static_cast<u64>(1024 >> 4) << 32) | (static_cast<u64>(1) << 16) |
-         ((address & 0x3FFFF) >> 4);
-}
+using Sums = float[2][TOKENS / 2];         // of a lane: both units, fragments of D
+using Fragment = u32[GROUP_STEPS][2][4];  // of each step and unit
+
+// What `Products` of prefill_wgmma.cuh and prefill_mma.cuh share, whose sums are in registers. `Products` are one consumer
+// thread's; a leader makes one of its warpgroup's ARRIVALS at the barrier of a stage, where all have read it.
+struct RegisterSums {
+  static constexpr int ARRIVALS = 4;
+  struct Shared {};
+  static __device__ __forceinline__ bool leads(int lane, int) { return lane == 0; }
+  static __device__ __forceinline__ void prepare(Shared&) {}
+  __device__ __forceinline__ void begin(Sums& sum) {
+#pragma unroll
+    for (int unit = 0; unit < 2; ++unit) {
+#pragma unroll
+      for (int i = 0; i < TOKENS / 2; ++i) sum[unit][i] = 0.0f;
+    }
+  }
+  __device__ __forceinline__ void end() {}
+};
 
 // Scales of one block of a lane's four weight rows: both units, and rows g and g + 8 (gate and up) of a fragment.
 struct Scales {

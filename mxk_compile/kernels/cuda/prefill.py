@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mxk_compile.kernels.cuda.build import build
+from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
 from mxk_compile.kernels.cuda.operands import OPERAND, Call, Format, Operand, activation
 from mxk_compile.kernels.cuda.tiles import MOST_SIZES
@@ -32,24 +33,24 @@ _CHUNK_TOKENS = 16384
 
 
 @functools.cache
-def library(tokens: int, weight: Format, scales_small: bool, project: bool) -> Library:
+def library(tokens: int, weight: Format, scales_small: bool, project: bool, device: Device) -> Library:
     """prefill.cu for tiles of at most `tokens` rows: its products of a layer, or the one that stands by itself."""
     macros = {"MXK_TOKENS": tokens, "MXK_PROJECT": int(project), "MXK_SCALES_SMALL": int(scales_small)}
-    return Library(build("prefill.cu", {**macros, **weight.macros}))
+    return Library(build("prefill.cu", {**macros, **weight.macros}, device))
 
 
 @functools.cache
-def product(name: str, tokens: int, weight: Format, scales_small: bool) -> tuple[Kernel, int]:
+def product(name: str, tokens: int, weight: Format, scales_small: bool, device: Device) -> tuple[Kernel, int]:
     """Kernel `name` of prefill.cu, and how many of its blocks a multiprocessor holds."""
-    module = library(tokens, weight, scales_small, name == "prefill_project")
+    module = library(tokens, weight, scales_small, name == "prefill_project", device)
     shared = module.constant("prefill_shared")
     kernel = Kernel(module.kernel(name), GEMM, GEMM_CHANGING, GEMM_THREADS, shared, overlap=True)
     return kernel, module.constant("prefill_blocks")
 
 
 @functools.cache
-def routing() -> tuple[Kernel, Kernel, Kernel]:
-    module = Library(build("routing.cu", {}))
+def routing(device: Device) -> tuple[Kernel, Kernel, Kernel]:
+    module = Library(build("routing.cu", {}, device))
     return (
         Kernel(module.kernel("prefill_sort"), ROUTING, ROUTING_CHANGING, SORT_THREADS, overlap=True),
         Kernel(module.kernel("prefill_gather"), ROUTING, ROUTING_CHANGING, 32 * GATHER_WARPS, overlap=True),
@@ -159,8 +160,9 @@ class Prefill:
             Format.of(desc.weight_format, operands.s2, operands.z2, desc.group_sizes[1]),
         )
         names = ("prefill_gate_up", "prefill_down")
+        self._kind = served(call.device)
         self._kernels = [
-            [product(name, size, weight, call.scales_small) for size in sizes]
+            [product(name, size, weight, call.scales_small, self._kind) for size in sizes]
             for name, weight in zip(names, formats, strict=True)
         ]
         whole, rest = divmod(call.num_tokens, _CHUNK_TOKENS)
@@ -196,7 +198,7 @@ class Prefill:
             ),
             *(base + space.row_of_route, tiles, num_tiles, 0),
         )
-        sort, gather, sum_slots = routing()
+        sort, gather, sum_slots = routing(self._kind)
         sort.launch(device, stream, 1, part.routing, addresses)
         blocks = gather_blocks(part.routes, self._call.desc.hidden_size)
         gather.launch(device, stream, blocks, part.routing, addresses)

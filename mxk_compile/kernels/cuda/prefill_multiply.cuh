@@ -1,15 +1,17 @@
 // prefill.cu's consumers: packed weights to fragments, and the products of a tile's columns.
 #pragma once
-#include "prefill.cuh"
-#include "wgmma.cuh"
-
-using Fragment = u32[GROUP_STEPS][2][4];  // of each step and unit
+#if MXK_MULTIPLY == 0
+#include "prefill_wgmma.cuh"
+#elif MXK_MULTIPLY == 1
+#include "prefill_mma.cuh"
+#else
+#include "prefill_tcgen05.cuh"
+#endif
 
 // BLOCK_OF_STAGE: 0 to SPAN - 1. Slots of units and halves are 32 rows apart.
 template <int BLOCK_OF_STAGE>
-__device__ __forceinline__ void multiply_block(float (&sum)[2][TOKENS / 2], Fragment (&fragment)[2],
-                                               const Scales& scales, u32 stage, const Lane& lane, u32 used, bool leader,
-                                               const Constants& constants) {
+__device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fragment (&fragment)[2], const Scales& scales,
+                                               u32 stage, const Lane& lane, u32 used, bool leader, const Constants& constants) {
   uint2 words[2][2];
   Scale ready[2][2];
 #pragma unroll
@@ -32,11 +34,10 @@ __device__ __forceinline__ void multiply_block(float (&sum)[2][TOKENS / 2], Frag
       }
     }
   }
-  const u64 descriptor = operand_descriptor(stage + BLOCK_OF_STAGE * TOKEN_BYTES);
+  const auto operand = Products::operand(stage + BLOCK_OF_STAGE * TOKEN_BYTES);
 #pragma unroll
   for (int first = 0; first < 4; first += GROUP_STEPS) {
-    wgmma_wait<1>();  // of the products that read the fragments written next, all but the group before
-    if (BLOCK_OF_STAGE == 0 && first == GROUP_STEPS && leader && used != ~0u) barrier_arrive(used);
+    products.wait(BLOCK_OF_STAGE == 0 && first == GROUP_STEPS && leader, used);
     Fragment& group = fragment[first / GROUP_STEPS & 1];
 #pragma unroll
     for (int i = 0; i < GROUP_STEPS; ++i) {
@@ -52,18 +53,11 @@ __device__ __forceinline__ void multiply_block(float (&sum)[2][TOKENS / 2], Frag
         }
       }
     }
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < GROUP_STEPS; ++i) {
-#pragma unroll
-      for (int unit = 0; unit < 2; ++unit)
-        Wgmma<TOKENS>::run(sum[unit], group[i][unit], descriptor + 2 * (first + i));
-    }
-    wgmma_commit();
+    products.run(sum, group, operand, first, leader);
   }
 }
 
-__device__ __forceinline__ void multiply(float (&sum)[2][TOKENS / 2], const Gemm& p, const ScaleRows& rows, int quarter,
+__device__ __forceinline__ void multiply(Products& products, Sums& sum, const Gemm& p, const ScaleRows& rows, int quarter,
                                          Ring ring, int slot, bool leader) {
   const Constants constants;
   const Lane lane(slot, quarter);
@@ -71,29 +65,25 @@ __device__ __forceinline__ void multiply(float (&sum)[2][TOKENS / 2], const Gemm
   Scales scales[2];
   rows.load(scales[0], 0, quarter);
   rows.load(scales[1], 1, quarter);
-#pragma unroll
-  for (int unit = 0; unit < 2; ++unit) {
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) sum[unit][i] = 0.0f;
-  }
-  u32 used = ~0u;  // empty-barrier of the stage before, still read by the tensor cores
+  products.begin(sum);
+  u32 used = ~0u;  // empty-barrier of the stage before
 #pragma unroll 1
   for (int block = 0; block < p.blocks; block += SPAN) {
     const u32 stage = ring.here();
     barrier_wait(ring.filled(), ring.parity);
-    multiply_block<0>(sum, fragment, scales[0], stage, lane, used, leader, constants);
+    multiply_block<0>(products, sum, fragment, scales[0], stage, lane, used, leader, constants);
     rows.load(scales[0], block + 2, quarter);
-    if (block + 1 < p.blocks) multiply_block<1>(sum, fragment, scales[1], stage, lane, used, leader, constants);
+    if (block + 1 < p.blocks) multiply_block<1>(products, sum, fragment, scales[1], stage, lane, used, leader, constants);
     rows.load(scales[1], block + 3, quarter);
     if constexpr (SPAN == 4) {
-      if (block + 2 < p.blocks) multiply_block<2>(sum, fragment, scales[0], stage, lane, used, leader, constants);
+      if (block + 2 < p.blocks) multiply_block<2>(products, sum, fragment, scales[0], stage, lane, used, leader, constants);
       rows.load(scales[0], block + 4, quarter);
-      if (block + 3 < p.blocks) multiply_block<3>(sum, fragment, scales[1], stage, lane, used, leader, constants);
+      if (block + 3 < p.blocks) multiply_block<3>(products, sum, fragment, scales[1], stage, lane, used, leader, constants);
       rows.load(scales[1], block + 5, quarter);
     }
     used = ring.emptied();
+    products.leave(used, leader);
     ring.next();
   }
-  wgmma_wait<0>();
-  if (leader) barrier_arrive(used);
+  products.finish(sum, used, leader);
 }

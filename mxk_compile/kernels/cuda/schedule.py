@@ -13,14 +13,14 @@ import math
 from mxk_compile.errors import SettingsError
 from mxk_compile.kernels.cuda import int4_splits
 from mxk_compile.kernels.cuda.build import cache_folder, write_whole
+from mxk_compile.kernels.cuda.devices import HOPPER, Device
 from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, likely_rows, product_us, tile_sizes
 from mxk_compile.settings import settings, whole_number
 from mxk_compile.variants import INT4_FORMATS
 
 DECODE_ROUTES = (64, 256, 1024)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
-_SHARED_BYTES = 232448  # of a block, as SHARED_LIMIT of decode.cuh
-_DECODE_NAMES = ("groups", "column_tiles", "units", "slices", "chunk", "stages", "buffers", "max_routes")
+_DECODE_NAMES = ("groups", "column_tiles", "units", "chunk", "stages", "buffers", "max_routes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Problem:
         weight_format: as in `mxk::moe`.
         num_experts, intermediate_size, hidden_size, top_k: E, I, K, k of the layer.
         num_tokens: T of the call.
+        kind: of device.
     """
 
     device: str
@@ -41,6 +42,7 @@ class Problem:
     hidden_size: int
     top_k: int
     num_tokens: int
+    kind: Device = HOPPER
 
     @property
     def rows_per_expert(self) -> float:
@@ -100,15 +102,17 @@ def heuristic(problem: Problem) -> Schedule:
 
     The decode kernel streams an expert's bytes again for every `4 * column_tiles` of its rows: with more rows, prefill.
     """
-    rows = problem.rows_per_expert
-    if problem.weight_format == "mxfp4" and (rows <= _DECODE_ROWS or _few(problem)):
+    rows, short = problem.rows_per_expert, problem.intermediate_size <= _SHORT_DOWN_ROW
+    most_rows = _SHORT_DOWN_ROWS if short else _DECODE_ROWS
+    if problem.weight_format == "mxfp4" and (rows <= most_rows or _few(problem)):
         for column_tiles in (1, 2) if rows <= _ONE_TILE_ROWS else (2, 1):
-            macros = decode_macros(problem, _GROUPS, column_tiles)
-            if macros is not None:
-                return Schedule("decode", macros)
+            for groups in (3, 2) if short and column_tiles == 1 else (2,):
+                macros = decode_macros(problem, groups, column_tiles)
+                if macros is not None:
+                    return Schedule("decode", macros)
     if problem.weight_format in INT4_FORMATS:
-        return _cheaper(splits_of(problem), rows, even=False)
-    return Schedule("prefill", sizes=tile_sizes(rows))
+        return _cheaper(splits_of(problem), rows, problem.kind, even=False)
+    return Schedule("prefill", sizes=tile_sizes(rows, most=problem.kind.most_rows))
 
 
 def splits_of(problem: Problem) -> tuple[int4_splits.Split, ...]:
@@ -116,7 +120,7 @@ def splits_of(problem: Problem) -> tuple[int4_splits.Split, ...]:
     if problem.hidden_size > _MOST_HIDDEN:
         return ()
     sizes = (problem.hidden_size, problem.intermediate_size, problem.num_experts)
-    return int4_splits.of_layer(*sizes, problem.num_tokens * problem.top_k)
+    return int4_splits.of_layer(*sizes, problem.num_tokens * problem.top_k, problem.kind.shared_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,16 +128,16 @@ class Product:
     """One projection by itself, as `Problem` a layer.
 
     Attributes:
-        device, weight_format: as in `Problem`.
+        weight_format: as in `Problem`.
         num_experts, outputs: of the weight.
         weight: its columns and scales.
         rows: mean of an expert.
         even: whether all experts have about that many.
         routes: rows of the result.
         most_rows: of an expert where that is known, else 0: rows lie by expert then, and are not sorted.
+        kind: of the device.
     """
 
-    device: str
     weight_format: str
     num_experts: int
     outputs: int
@@ -142,6 +146,7 @@ class Product:
     even: bool
     routes: int
     most_rows: int = 0
+    kind: Device = HOPPER
 
 
 def heuristic_of_product(product: Product) -> Schedule:
@@ -149,37 +154,40 @@ def heuristic_of_product(product: Product) -> Schedule:
     even = product.even and not product.most_rows  # what is said of masked rows is a guess
     splits: tuple[int4_splits.Split, ...] = ()
     if product.weight_format in INT4_FORMATS and product.outputs % 16 == 0 and product.routes <= _MOST_ROUTES:
-        sizes = (product.weight, product.num_experts, product.routes, product.most_rows)
-        splits = int4_splits.of_product(*sizes)
-    return _cheaper(splits, product.rows, even, guessed=product.most_rows > 0)
+        sizes = (product.weight, product.num_experts, product.routes, product.kind.shared_bytes)
+        splits = int4_splits.of_product(*sizes, product.most_rows)
+    return _cheaper(splits, product.rows, product.kind, even, guessed=product.most_rows > 0)
 
 
 def choose_of_product(product: Product) -> Schedule:
     """The schedule of a projection. Raises SettingsError for an override that names none."""
-    return (
-        heuristic_of_product(product) if settings.cuda_schedule is None else _forced(settings.cuda_schedule)
-    )
+    if settings.cuda_schedule is not None:
+        return _forced(settings.cuda_schedule)
+    return heuristic_of_product(product)
 
 
 def _cheaper(
-    splits: tuple[int4_splits.Split, ...], rows: float, even: bool, guessed: bool = False
+    splits: tuple[int4_splits.Split, ...], rows: float, kind: Device, even: bool, guessed: bool = False
 ) -> Schedule:
     """Of prefill and the decode kernel's INT4 products; their costs are of one shape, whose ratio is taken for all."""
     likely = int4_splits.around(rows) if guessed else likely_rows(rows, even)
     best = min(splits, key=lambda split: split.product_us(likely), default=None)
-    prefill = product_us(rows, even=even or guessed)
+    prefill = product_us(rows, even=even or guessed, most=kind.most_rows)
     if best is not None and best.product_us(likely) < _CLEARLY * prefill:
         return Schedule("decode", best.macros)
-    return Schedule("prefill", sizes=tile_sizes(rows, even=even))
+    return Schedule("prefill", sizes=tile_sizes(rows, even=even, most=kind.most_rows))
 
 
 DECODE_SPLITS = ((2, 1), (3, 1), (2, 2), (3, 2))
 """Warpgroups of the decode kernel, and rows of an expert that it takes at once, in fours."""
-_ONE_TILE_ROWS = 3  # mean of an expert, up to which streaming the few with more than four twice costs less
-_DECODE_ROWS = 4  # few have more than eight
-_GROUPS = 2  # the faster number of warpgroups on all shapes measured
+# As measured (docs/performance/h200.md), by the mean of an expert's rows and the values of a row of w2.
+_ONE_TILE_ROWS = 3  # up to here streaming the few with more than four twice costs less than eight at once
+_DECODE_ROWS = 5.5  # kimi at 5.3: 423 us, by prefill 470; beyond, many an expert would be streamed twice
+_SHORT_DOWN_ROW = 1024  # a third warpgroup gains 2 % up to here and loses on longer rows
+_SHORT_DOWN_ROWS = 4  # glm at 4: 283 us, by prefill 290; at 8: 386, 289
+_CHUNK, _SHORT_CHUNKS = 32, (16, 8)  # MXK_CHUNK's default, and for devices with less shared memory
 _MOST_HIDDEN = 15360  # the decode kernel counts output columns
-_CLEARLY = 0.95  # what is modelled must be faster than what was measured, for the decode kernel to be taken
+_CLEARLY = 0.95  # of the one's time the other's, whose costs are of one shape, to be taken on any
 _MOST_ROUTES = 65535  # rows of a projection, which its lists number in 16 bits
 
 
@@ -194,19 +202,24 @@ def decode_macros(problem: Problem, groups: int, column_tiles: int) -> tuple[tup
     room = next((size for size in DECODE_ROUTES if routes <= size), None)
     if room is None or problem.hidden_size > _MOST_HIDDEN:
         return None
-    if _decode_shared(problem, groups, column_tiles, room) > _SHARED_BYTES:
-        return None
-    return ("groups", groups), ("column_tiles", column_tiles), ("max_routes", room)
+    macros = ("groups", groups), ("column_tiles", column_tiles), ("max_routes", room)
+    limit = problem.kind.shared_bytes
+    for chunk in (_CHUNK, *(_SHORT_CHUNKS if limit < HOPPER.shared_bytes else ())):
+        if _decode_shared(problem, groups, column_tiles, room, chunk) <= limit:
+            return macros if chunk == _CHUNK else (*macros, ("chunk", chunk))
+    return None
 
 
-def _decode_shared(problem: Problem, groups: int, column_tiles: int, max_routes: int) -> int:
+def _decode_shared(
+    problem: Problem, groups: int, column_tiles: int, max_routes: int, chunk_groups: int
+) -> int:
     """Bytes of shared memory that moe_decode.cu needs, at most: one buffer of activations, the shortest ring."""
     slot = digits = scales = 0
     for size in (problem.hidden_size, problem.intermediate_size):
         columns = size // 32  # in groups that share a scale
         batch = _decode_batch(columns, groups, column_tiles)
         batches = -(-columns // batch)
-        chunk = -(-batches // -(-columns // 32)) * batch
+        chunk = -(-batches // -(-columns // chunk_groups)) * batch
         slot = max(slot, 64 * 16 * (chunk | 1))
         digits = max(digits, batches * batch * 256 * column_tiles)
         scales = max(scales, 64 * (columns + 16))

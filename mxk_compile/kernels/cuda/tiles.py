@@ -20,7 +20,7 @@ _SPREAD = 2.5  # standard deviations of an expert's rows that count
 
 
 @functools.lru_cache(maxsize=4096)
-def tile_sizes(rows: float, *, even: bool = False) -> tuple[int, ...]:
+def tile_sizes(rows: float, *, even: bool = False, most: int = TILE_SIZES[-1]) -> tuple[int, ...]:
     """Tile sizes, ascending, for experts with about this many rows: those that are expected to take least time.
 
     Each expert's rows are divided evenly over as few tiles as the largest size allows (rows.cuh).
@@ -28,13 +28,14 @@ def tile_sizes(rows: float, *, even: bool = False) -> tuple[int, ...]:
     Args:
         rows: mean of an expert.
         even: whether all experts have that many, else they are drawn at random.
+        most: the largest size that the device takes.
     """
-    return _cheapest(rows, even)[1]
+    return _cheapest(rows, even, most)[1]
 
 
-def product_us(rows: float, *, even: bool = False) -> float:
+def product_us(rows: float, *, even: bool = False, most: int = TILE_SIZES[-1]) -> float:
     """Time of the prefill kernel with those tile sizes, plan and gather included, as `_COSTS` has it."""
-    return _cheapest(rows, even)[0] + _PLAN_AND_GATHER
+    return _cheapest(rows, even, most)[0] + _PLAN_AND_GATHER
 
 
 def likely_rows(rows: float, even: bool) -> dict[int, float]:
@@ -49,12 +50,13 @@ def likely_rows(rows: float, even: bool) -> dict[int, float]:
     return {count: value / total for count, value in likely.items()}
 
 
-def _cheapest(rows: float, even: bool) -> tuple[float, tuple[int, ...]]:
+def _cheapest(rows: float, even: bool, most: int) -> tuple[float, tuple[int, ...]]:
     counts: dict[int, float] = {}
     for count, likely in likely_rows(rows, even).items():
         counts[_up(count)] = counts.get(_up(count), 0.0) + likely
     # A fourth size never pays.
-    candidates = (sizes for number in range(1, 4) for sizes in itertools.combinations(TILE_SIZES, number))
+    taken = range(16, most + 1, 16)
+    candidates = (sizes for number in range(1, 4) for sizes in itertools.combinations(taken, number))
     return min((_expected_cost(sizes, counts), sizes) for sizes in candidates)
 
 

@@ -12,6 +12,7 @@ from mxk_compile.errors import KernelError
 from mxk_compile.kernels.cuda import Prepared
 from mxk_compile.kernels.cuda import schedule as schedules
 from mxk_compile.kernels.cuda.build import cache_folder
+from mxk_compile.kernels.cuda.devices import served
 from mxk_compile.kernels.cuda.schedule import (
     DECODE_SPLITS,
     Problem,
@@ -71,8 +72,11 @@ def candidates(problem: Problem) -> Iterator[Schedule]:
     if problem.weight_format in INT4_FORMATS:
         found += [Schedule("decode", split.macros) for split in splits_of(problem)]
     if rows >= 4:
-        for sizes in (tile_sizes(rows), (128,), (176,), (96, 176), (128, 176), (64, 128), (32,), (16, 32)):
-            found.append(Schedule("prefill", sizes=sizes))
+        most = problem.kind.most_rows
+        best = tile_sizes(rows, most=most)
+        for sizes in (best, (128,), (176,), (96, 176), (128, 176), (64, 128), (32,), (16, 32)):
+            if sizes[-1] <= most:
+                found.append(Schedule("prefill", sizes=sizes))
     yield from dict.fromkeys(found)
 
 
@@ -105,7 +109,7 @@ def tune(
     expected = reference(few[0].float(), *few[1:], *weights, **attributes, round_intermediate=False)
     name = torch.cuda.get_device_name()
     sizes = (num_experts, variant.intermediate_size, variant.hidden_size, desc.top_k)
-    problem = Problem(name, variant.weight_format, *sizes, num_tokens)
+    problem = Problem(name, variant.weight_format, *sizes, num_tokens, served())
 
     def prepared(candidate: Schedule) -> list[Prepared]:
         return [

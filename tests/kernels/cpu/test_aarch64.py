@@ -71,7 +71,7 @@ def replay(program: Path, processor: str, isa: str, case: MoECase, folder: Path)
     """The call's result on an emulated processor."""
     (folder / "call").write_bytes(serialised(case))
     command = [str(EMULATOR), "-cpu", processor, str(program), isa, str(folder / "call"), "-"]
-    done = subprocess.run(command, capture_output=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, check=True, timeout=300)
     assert done.stderr.decode().strip() == isa
     return torch.frombuffer(bytearray(done.stdout), dtype=torch.bfloat16).view(case.reference().shape)
 

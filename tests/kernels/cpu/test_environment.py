@@ -179,7 +179,7 @@ def counted(threads: str, order: str, **environment: str) -> dict[str, Any]:
     """What a fresh process counts."""
     command = [sys.executable, "-c", textwrap.dedent(_COUNTING), threads, order]
     done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -239,7 +239,7 @@ def test_data_loader_workers() -> None:
     """Forked from a process whose pool has run: every worker computes the same, alone, and ends."""
     cases = [random_case(num_tokens=count, hidden_size=480, intermediate_size=224) for count in (1, 9, 3, 5)]
     expected = [run(case) for case in cases]
-    loader = torch.utils.data.DataLoader(Calls(cases), batch_size=None, num_workers=2, timeout=60)
+    loader = torch.utils.data.DataLoader(Calls(cases), batch_size=None, num_workers=2, timeout=200)
     for _ in range(2):
         assert all(bits(result, other) for result, other in zip(loader, expected, strict=True))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,33 @@ def test_random_calls(tmp_path: Path, sanitizer: str) -> None:
         [str(driver), rounds], capture_output=True, text=True, env={**os.environ, **environment}
     )
     assert result.stdout.strip() == "ok", result.stdout + result.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not COMPILER or "g++" not in COMPILER, reason="no g++, whose runtimes can be loaded first"
+)
+def test_the_way_from_python(tmp_path: Path) -> None:
+    """call.cpp, by the tests of what calls may keep, in a process that the sanitizers' runtimes start with."""
+    package = tmp_path / "mxk_compile"
+    shutil.copytree(
+        scripts.ROOT / "mxk_compile", package, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g"]
+    scripts.load("setup.py").build(package / "kernels/cpu/libmxk_cpu.so", tmp_path / "objects", flags)
+    runtimes = [
+        subprocess.run(
+            [str(COMPILER), f"-print-file-name=lib{name}.so"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("asan", "ubsan", "stdc++")
+    ]
+    environment = {
+        **{"LD_PRELOAD": " ".join(runtimes), "PYTHONPATH": str(tmp_path)},
+        **{"ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"},  # Python keeps much to its end
+    }
+    tests = [scripts.ROOT / "tests/kernels/test_dispatch.py", "-p", "no:cacheprovider", "-k", "not compiled"]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *map(str, tests)],
+        capture_output=True, text=True, env={**os.environ, **environment}, cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]

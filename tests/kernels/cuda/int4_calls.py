@@ -16,15 +16,15 @@ GPT_OSS = {"row_order": "interleaved", "activation": "swiglu_oai", "alpha": 1.70
 SPLITS = {
     "8 rows": "decode:groups=2,column_tiles=2,max_routes=128",
     "8 rows, 2 units": "decode:groups=2,column_tiles=2,units=2,max_routes=128",
-    "16 rows, 2 slices": "decode:groups=2,column_tiles=4,slices=2,max_routes=128",
-    "16 rows, 2 units, 4 slices": "decode:groups=2,column_tiles=4,units=2,slices=4,max_routes=128",
-    "32 rows, 2 slices, short chunks": "decode:groups=2,column_tiles=8,units=2,slices=2,chunk=5,max_routes=128",
+    "16 rows, 3 warpgroups": "decode:groups=3,column_tiles=4,max_routes=128",
+    "16 rows, 2 units": "decode:groups=2,column_tiles=4,units=2,max_routes=128",
+    "32 rows, short chunks": "decode:groups=2,column_tiles=8,units=2,chunk=5,max_routes=128",
 }
 UNWRITTEN = -7.0
 
 
 def layer(scale_dtype: torch.dtype = torch.bfloat16, **arguments: Any) -> MoECase:
-    """A layer whose columns four slices can share; scales are no short numbers."""
+    """A small layer; scales are no short numbers."""
     sizes = {"num_tokens": 7, "num_experts": 5, "top_k": 3, "hidden_size": 384, "intermediate_size": 224}
     case = random_case(**{"weight_format": "uint4", **sizes, **arguments})  # type: ignore[arg-type]
     case.w13_scale = (case.w13_scale * 1.003).to(scale_dtype)
@@ -58,19 +58,19 @@ def as_large_as(exponent: int, case: MoECase) -> MoECase:
     return case
 
 
-EIGHT, EIGHT_TWICE, TWO_SLICES, FOUR_SLICES, THIRTY_TWO = SPLITS
+EIGHT, EIGHT_TWICE, SIXTEEN, SIXTEEN_TWICE, THIRTY_TWO = SPLITS
 LAYERS: dict[str, tuple[str, Callable[..., MoECase]]] = {
     "groups of 32": (EIGHT, layer),
-    "groups of 64": (TWO_SLICES, functools.partial(layer, group_size=64, intermediate_size=192, **GPT_OSS)),
+    "groups of 64": (SIXTEEN, functools.partial(layer, group_size=64, intermediate_size=192, **GPT_OSS)),
     "groups of 128": (
         EIGHT_TWICE,
         functools.partial(layer, torch.float16, group_size=128, intermediate_size=256),
     ),
-    "a row": (FOUR_SLICES, functools.partial(layer, torch.float32, group_size=None, row_order="up_gate")),
+    "a row": (SIXTEEN_TWICE, functools.partial(layer, torch.float32, group_size=None, row_order="up_gate")),
     "zero points": (EIGHT_TWICE, functools.partial(layer, zero=True, row_order="interleaved")),
     "zero points of a row": (THIRTY_TWO, functools.partial(layer, torch.float32, zero=True, group_size=None)),
-    "zero points, sliced": (
-        TWO_SLICES,
+    "zero points, fp16": (
+        SIXTEEN,
         functools.partial(layer, torch.float16, zero=True, row_order="up_gate"),
     ),
     "zero points, ragged": (EIGHT, functools.partial(layer, zero=True, hidden_size=352, row_order="gate_up")),
@@ -79,9 +79,9 @@ LAYERS: dict[str, tuple[str, Callable[..., MoECase]]] = {
         THIRTY_TWO,
         functools.partial(layer, num_tokens=40, num_experts=2, top_k=2, hidden_size=320),
     ),
-    "one token": (FOUR_SLICES, functools.partial(layer, num_tokens=1, per_route=True)),
+    "one token": (SIXTEEN_TWICE, functools.partial(layer, num_tokens=1, per_route=True)),
     "strange ids": (
-        TWO_SLICES,
+        SIXTEEN,
         lambda **more: strange_ids(layer(num_tokens=9, experts_min=2, top_k=5, **more)),
     ),
     "large": (EIGHT, lambda **more: as_large_as(60, layer(hidden_size=96, intermediate_size=64, **more))),

@@ -12,6 +12,7 @@ import pytest
 
 from mxk_compile.kernels.cuda import build as building
 from mxk_compile.kernels.cuda.build import build
+from mxk_compile.kernels.cuda.devices import DEVICES, HOPPER
 
 
 class Compiler:
@@ -35,7 +36,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
 
 
 def make(compiler: Compiler, version: str = "13.0", **defines: int) -> bytes:
-    return build("dequant.cu", defines, compiler, lambda: version)
+    return build("dequant.cu", defines, HOPPER, compiler, lambda: version)
 
 
 def forget() -> None:
@@ -64,9 +65,12 @@ def test_macros_version_and_sources_are_in_the_key(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(building, "_sources_hash", lambda name: "other")
     made.append(make(compiler, A=1))
     assert len(compiler.calls) == 5
-    assert make(compiler, B=1, A=1) == build("dequant.cu", {"A": 1, "B": 1}, compiler, lambda: "13.0")
+    assert make(compiler, B=1, A=1) == build("dequant.cu", {"A": 1, "B": 1}, HOPPER, compiler, lambda: "13.0")
     assert len(compiler.calls) == 6, "the order of macros is nothing"
-    assert len(made) == 5
+    made.append(build("dequant.cu", {"A": 1}, DEVICES[10, 0], compiler, lambda: "13.0"))
+    options = compiler.calls[6][1]
+    assert {"--gpu-architecture=sm_100a", "-DMXK_MULTIPLY=2", "-DA=1"} < set(options)
+    assert len(made) == 6
 
 
 def test_sources_hash_depends_on_every_included_file(
@@ -133,7 +137,7 @@ def test_threads_that_ask_at_once_get_one_compilation() -> None:
 def _race(folder: str, barrier: threading.Barrier) -> int:
     building.cache_folder = lambda: pathlib.Path(folder)
     building._built.clear()
-    barrier.wait(60)
+    barrier.wait(200)
     return len(make(Compiler()))
 
 
@@ -144,7 +148,7 @@ def test_processes_that_write_at_once_leave_one_whole_file(folder: pathlib.Path)
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(200)
         assert process.exitcode == 0
     compiler = Compiler()
     make(compiler)

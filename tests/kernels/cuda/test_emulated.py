@@ -6,7 +6,7 @@ The kernels' own sources and host code run here without a GPU (emulator/__init__
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mxk_compile.ops import moe
 from mxk_compile.ops.dequant import dequantize
-from mxk_compile.ops.formats import mxfp4
 from mxk_compile.testing import MoECase, most_rel_l2, random_case, rel_l2
 
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=f"emulator: {emulator.missing()}")
@@ -85,12 +84,22 @@ def small_ids(case: MoECase) -> None:
     case.topk_weights = case.topk_weights.half()
 
 
+def nobody_here(case: MoECase) -> None:
+    case.topk_ids[:] = 5
+
+
 DECODE = {
     "one token": Call("decode:groups=3,max_routes=64", {"num_tokens": 1}, processors=2),
     "gpt-oss": Call("decode:groups=2,max_routes=64", {**GPT_OSS, "num_tokens": 5, "hidden_size": 160}, 5),
     "ragged": Call(
         "decode:groups=3,chunk=5,stages=4,buffers=2,max_routes=64",
-        {"num_tokens": 3, "hidden_size": 736, "intermediate_size": 480, "num_experts": 3, "row_order": "up_gate"},
+        {
+            "num_tokens": 3,
+            "hidden_size": 736,
+            "intermediate_size": 480,
+            "num_experts": 3,
+            "row_order": "up_gate",
+        },
         processors=6,
     ),
     "padded scales": Call(
@@ -99,14 +108,18 @@ DECODE = {
         processors=8,
     ),
     "padded, interleaved": Call(
-        "decode:groups=3,max_routes=64", {**GPT_OSS, "hidden_size": 1024, "intermediate_size": 96}, processors=4
+        "decode:groups=3,max_routes=64",
+        {**GPT_OSS, "hidden_size": 1024, "intermediate_size": 96},
+        processors=4,
     ),
     "many rows": Call(
         "decode:groups=2,column_tiles=2,max_routes=256",
         {"num_tokens": 30, "num_experts": 3, "hot": True, "activation": "swiglu_clamp", "limit": 0.3},
     ),
     "four tiles": Call(
-        "decode:groups=3,column_tiles=4,max_routes=256", {**GPT_OSS, "num_tokens": 40, "num_experts": 6}, processors=7
+        "decode:groups=3,column_tiles=4,max_routes=256",
+        {**GPT_OSS, "num_tokens": 40, "num_experts": 6},
+        processors=7,
     ),
     "three tiles a route": Call(
         "decode:groups=2,column_tiles=3,max_routes=64",
@@ -118,22 +131,46 @@ DECODE = {
     ),
     "large scales": Call("decode:groups=2,max_routes=64", {"num_tokens": 7}, change=large_scales),
     "gaps": Call("decode:groups=2,max_routes=64", {**GPT_OSS, "hidden_size": 160}, change=with_gaps),
-    "lists": Call("decode:groups=2,max_routes=64", {"row_order": "up_gate", "bias": True}, 5, small_ids, lists=True),
-    "nobody here": Call("decode:groups=2,max_routes=64", {"experts_min": 1000, "num_tokens": 3}),
+    "lists": Call(
+        "decode:groups=2,max_routes=64", {"row_order": "up_gate", "bias": True}, 5, small_ids, lists=True
+    ),
+    "nobody here": Call("decode:groups=2,max_routes=64", {}, change=nobody_here),
 }
-DECODE["nobody here"] = dataclasses.replace(DECODE["nobody here"], change=lambda case: case.topk_ids.fill_(3))
 
 PREFILL = {
     "gpt-oss": Call("prefill:16", {**GPT_OSS, "num_tokens": 9, "hidden_size": 160}, processors=2),
-    "two sizes": Call("prefill:16/48", {"num_tokens": 40, "num_experts": 3, "row_order": "up_gate", "bias": True}),
-    "ragged": Call("prefill:80", {"num_tokens": 33, "hidden_size": 736, "intermediate_size": 480, "num_experts": 2}),
-    "large tiles": Call("prefill:176", {"num_tokens": 60, "num_experts": 2, "activation": "swiglu_clamp", "limit": 0.3}),
+    "two sizes": Call(
+        "prefill:16/48", {"num_tokens": 40, "num_experts": 3, "row_order": "up_gate", "bias": True}
+    ),
+    "ragged": Call(
+        "prefill:80", {"num_tokens": 33, "hidden_size": 736, "intermediate_size": 480, "num_experts": 2}
+    ),
+    "large tiles": Call(
+        "prefill:176", {"num_tokens": 60, "num_experts": 2, "activation": "swiglu_clamp", "limit": 0.3}
+    ),
     "strange ids": Call(
         "prefill:32", {"num_tokens": 6, "top_k": 5, "experts_min": 2, "per_route": True}, change=strange_ids
     ),
     "large scales": Call("prefill:16", {"num_tokens": 7}, change=large_scales),
     "gaps": Call("prefill:16", {**GPT_OSS, "hidden_size": 160}, change=with_gaps),
     "lists": Call("prefill:16", {"row_order": "gate_up", "bias": True}, 5, small_ids, lists=True),
+}
+
+
+def alone(case: MoECase) -> None:
+    case.topk_ids[:, 0] = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, -1])
+
+
+def not_a_number(case: MoECase) -> None:
+    """In a token, and in the scales of two experts."""
+    alone(case)
+    case.hidden_states[3] = torch.nan
+    case.w13_scale[1], case.w2_scale[3] = 255, 255
+
+
+LONELY = {
+    schedule: Call(schedule, {"num_tokens": 10, "top_k": 1}, change=alone)
+    for schedule in ("decode:groups=2,max_routes=64", "prefill:16")
 }
 
 
@@ -159,17 +196,22 @@ INT4 = {
 }
 
 
+TABLES = {"decode": DECODE, "prefill": PREFILL, "packed": INT4, "lonely": LONELY}
+
+
 @pytest.fixture(scope="module", autouse=True)
-def built(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles what the tests ahead need, by two threads."""
-    asked = [item.callspec.params for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
-    calls = [table[params[name]] for params in asked for name, table in TABLES.items() if name in params]
+def built(request: pytest.FixtureRequest) -> None:
+    """Compiles what the chosen tests need, by two threads."""
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    calls = [
+        TABLES[name][key]
+        for params in chosen
+        for name, key in params.items()
+        if name in TABLES and key in TABLES[name]
+    ]
     with emulator.use():
         emulator.build_ahead([call.build for call in calls])
-    yield
-
-
-TABLES = {"decode": DECODE, "prefill": PREFILL, "packed": INT4}
 
 
 def check(call: Call, expected: Tensor) -> Tensor:
@@ -206,3 +248,69 @@ def test_prefill_of_int4(packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(moe, "dequantize", rounded)
         expected = call.case().reference(round_intermediate=True)
     check(call, expected)
+
+
+@pytest.mark.parametrize("lonely", LONELY)
+def test_a_token_knows_nothing_of_other_tokens_and_experts(lonely: str) -> None:
+    call = LONELY[lonely]
+    clean = call.run(seed=0)
+    dirty = dataclasses.replace(call, change=not_a_number).run(seed=0)
+    kept = [0, 2, 5, 6, 8, 9]
+    assert torch.equal(dirty[kept], clean[kept])
+    assert dirty[[1, 3, 4, 7]].isnan().all()
+    assert torch.equal(dirty[9].view(torch.int16), torch.zeros(96, dtype=torch.int16))
+
+
+def test_infinities_come_out_of_decode_as_in_the_reference() -> None:
+    def change(case: MoECase) -> None:
+        case.hidden_states[1, 7], case.hidden_states[2, 9] = torch.inf, -torch.inf
+        case.hidden_states[4, 3], case.hidden_states[4, 5] = torch.nan, torch.inf
+
+    call = Call("decode:groups=2,max_routes=64", {"num_tokens": 7}, change=change)
+    result, expected = call.run(seed=0), call.case().reference(round_intermediate=True)
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.isinf(), expected.isinf())
+    assert result[[0, 3, 5, 6]].isfinite().all()
+
+
+def tiny_values(case: MoECase) -> None:
+    """Powers of two down to 2^-13 of the largest; all weights are zero but those of the smallest."""
+    columns = torch.arange(96)
+    case.hidden_states = (2.0 ** -(columns % 14)).expand(4, -1).bfloat16()
+    case.w13 &= torch.where(torch.arange(48) % 7 == 6, 0xF0, 0).to(torch.uint8)
+    case.w13_scale[:] = 128
+
+
+def every_scale(case: MoECase) -> None:
+    """Each byte scales a row of an expert that one token has."""
+    case.topk_ids[:, 0] = torch.arange(8)
+    case.w2_scale[:] = torch.arange(256).to(torch.uint8).view(8, 32, 1)
+
+
+def test_values_far_below_their_rows_largest_are_exact() -> None:
+    call = dataclasses.replace(DECODE["one token"], arguments={"num_tokens": 4}, change=tiny_values)
+    check(call, call.case().reference(round_intermediate=True))
+
+
+@pytest.mark.parametrize("schedule", ["decode:groups=2,max_routes=64", "prefill:16"])
+def test_every_scale_byte(schedule: str) -> None:
+    sizes = {"num_tokens": 8, "num_experts": 8, "top_k": 1, "hidden_size": 32, "intermediate_size": 32}
+    call = Call(schedule, sizes, change=every_scale)
+    result, expected = (
+        call.run(seed=0).float(),
+        call.case().reference(round_intermediate=True).bfloat16().float(),
+    )
+    assert torch.equal(result.isnan(), expected.isnan())
+    assert torch.equal(result.isinf(), expected.isinf())
+    finite = expected.isfinite() & (expected.abs() > 1e-36)
+    assert ((result - expected)[finite].abs() <= 2**-6 * expected[finite].abs()).all()
+
+
+def test_scales_that_change_in_place_are_another_call() -> None:
+    call = DECODE["one token"]
+    with emulator.use():
+        case = call.case()
+        prepared = emulator.prepared(case, call.schedule)
+        assert prepared.current(case.w13_scale, case.w2_scale)
+        case.w13_scale[0, 0] = 140
+        assert not prepared.current(case.w13_scale, case.w2_scale)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from projection_calls import random_weight
 from torch import Tensor
 
 from mxk_compile.kernels.cuda import grouped
@@ -18,22 +19,7 @@ MOST_ERROR = 2.5e-3  # one bf16 rounding of the result, and of INT4's products w
 UNWRITTEN = -7.0
 gpu = pytest.mark.gpu
 project = functools.partial(grouped.project, lambda *_, **__: None)
-
-
-def weight_of(
-    num_experts: int, outputs: int, inputs: int, weight_format: str, group: int | None, zero: bool, dtype: Any
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Random packed weight, scale and zero points on the GPU."""
-    generator = torch.Generator().manual_seed(outputs + inputs)
-    shape = (num_experts, outputs, inputs)
-    packed = torch.randint(0, 256, (*shape[:2], inputs // 2), generator=generator, dtype=torch.uint8)
-    if weight_format == "mxfp4":
-        scale = torch.randint(118, 124, (*shape[:2], inputs // 32), generator=generator, dtype=torch.uint8)
-        return packed.cuda(), scale.cuda(), None
-    groups = inputs // (group or inputs)
-    scale = (torch.rand(*shape[:2], groups, generator=generator) * 0.04 + 0.005).to(dtype)
-    zeros = torch.randint(0, 16, scale.shape, generator=generator, dtype=torch.uint8) if zero else None
-    return packed.cuda(), scale.cuda(), zeros if zeros is None else zeros.cuda()
+weight_of = functools.partial(random_weight, device="cuda")
 
 
 def check(
@@ -82,7 +68,7 @@ def test_formats(weight_format: str, group: int | None, zero: bool, dtype: Any) 
 def test_ragged_sizes(weight_format: str, inputs: int, outputs: int) -> None:
     x = torch.randn(50, inputs, device="cuda").bfloat16()
     ids = torch.randint(-1, 7, (25, 2), device="cuda", dtype=torch.int32)
-    weight = weight_of(5, outputs, inputs, weight_format, 32, False, torch.bfloat16)
+    weight = weight_of(5, outputs, inputs, weight_format)
     check("routes", x, (ids,), weight, 50, weight_format=weight_format, top_k=1, experts_min=1)
 
 
@@ -96,7 +82,7 @@ def test_sorted_lists_longer_than_what_counts(num_tokens: int, block_size: int) 
     junk = torch.full((999,), 3, dtype=torch.int32, device="cuda")
     routing = (torch.cat([sorted_ids, junk]), torch.cat([expert_ids, junk]), count)
     expert_ids[1::3] = -1  # of another rank
-    weight = weight_of(12, 256, 256, "uint4", 32, False, torch.bfloat16)
+    weight = weight_of(12, 256, 256, "uint4")
     attributes = {"weight_format": "uint4", "top_k": 4, "block_size": block_size}
     check("sorted", x, routing, weight, 4 * num_tokens, **attributes)
     routing = (torch.cat([sorted_ids, junk]), torch.cat([expert_ids, junk]), count.reshape(()))
@@ -109,7 +95,7 @@ def test_padding_may_lie_anywhere_in_a_block() -> None:
     places = torch.arange(64, dtype=torch.int32, device="cuda").repeat_interleave(2)
     places[1::2] = 64
     experts = torch.tensor([2, 2, 0, 7, 1, 1, 1, 0], dtype=torch.int32, device="cuda")
-    weight = weight_of(4, 136, 256, "uint4", 32, False, torch.bfloat16)
+    weight = weight_of(4, 136, 256, "uint4")
     routing = (places, experts, torch.tensor([120], dtype=torch.int32, device="cuda"))
     check("sorted", x, routing, weight, 64, weight_format="uint4", top_k=1, block_size=16)
 
@@ -123,7 +109,7 @@ def test_contiguous() -> None:
     ]
     m_indices = torch.cat([*indices, torch.full((128,), -1)]).int().cuda()
     x = torch.randn(len(m_indices), 512, device="cuda").bfloat16()
-    weight = weight_of(6, 640, 512, "uint4", 32, False, torch.bfloat16)
+    weight = weight_of(6, 640, 512, "uint4")
     check("contiguous", x, (m_indices,), weight, len(m_indices), weight_format="uint4")
 
 
@@ -133,7 +119,7 @@ def test_contiguous() -> None:
 def test_masked(flat: bool, max_m: int) -> None:
     masked_m = torch.tensor([3, 0, 40, 300, 17, 1, -2], dtype=torch.int32, device="cuda")
     x = torch.randn(7, max_m, 256, device="cuda").bfloat16()
-    weight = weight_of(7, 384, 256, "uint4", 32, False, torch.bfloat16)
+    weight = weight_of(7, 384, 256, "uint4")
     x = x.flatten(0, 1) if flat else x
     results = [
         check("masked", x, (masked_m,), weight, 7 * max_m, weight_format="uint4", expected_m=expected)
@@ -161,7 +147,7 @@ def test_strided_rows_and_other_dtypes_of_ids() -> None:
 def test_a_graph_sees_new_counts() -> None:
     masked_m = torch.tensor([9, 30, 0], dtype=torch.int32, device="cuda")
     x = torch.randn(3, 64, 512, device="cuda").bfloat16()
-    weight = weight_of(3, 256, 512, "uint4", 32, False, torch.bfloat16)
+    weight = weight_of(3, 256, 512, "uint4")
     attributes = {"weight_format": "uint4", "expected_m": 16}
     out = torch.full((192, 256), UNWRITTEN, dtype=torch.bfloat16, device="cuda")
     project("masked", out, x, masked_m, *weight, **attributes)
@@ -182,7 +168,7 @@ def test_a_graph_sees_new_counts() -> None:
 
 @gpu
 def test_nothing_to_do() -> None:
-    weight = weight_of(3, 64, 64, "uint4", 32, False, torch.bfloat16)
+    weight = weight_of(3, 64, 64, "uint4")
     ids = torch.empty((0, 2), dtype=torch.int32, device="cuda")
     x = torch.empty((0, 64), dtype=torch.bfloat16, device="cuda")
     check("routes", x, (ids,), weight, 0, weight_format="uint4", top_k=2)
@@ -213,6 +199,6 @@ def test_blocks_beyond_shared_memory_are_refused() -> None:
     packed = torch.empty(2, 8, 32, dtype=torch.uint8)
     arguments = (torch.empty(1 << 20, 8), x, places, places, places[:1], packed, packed)
     assert grouped.refusal("sorted", *arguments, top_k=1, block_size=16) == (
-        "CUDA kernels: more than 32768 blocks of rows; allowed: so many"
+        "CUDA kernels: more than 24576 blocks of rows; allowed: so many"
     )
-    assert grouped.refusal("sorted", *arguments, top_k=1, block_size=32) is None
+    assert grouped.refusal("sorted", *arguments, top_k=1, block_size=64) is None

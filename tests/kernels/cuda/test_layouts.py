@@ -1,15 +1,16 @@
-"""Structs that are declared in C++ and packed in Python: their sizes, as the compiled kernels hold them."""
+"""Structs that are declared in C++ and packed in Python: their sizes, as NVRTC and as g++ have them."""
 
 from __future__ import annotations
 
+import re
 import struct
 
 import pytest
+from kernels.cuda import emulator
 
-from mxk_compile.kernels.cuda import build, decode, dequant, grouped, prefill
+from mxk_compile.kernels.cuda import build, decode, dequant, driver, grouped, prefill
+from mxk_compile.kernels.cuda.devices import HOPPER
 from mxk_compile.kernels.tpc.elf import sections
-
-pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"NVRTC: {build.missing()}")
 
 BEFORE_ARGUMENTS = 0x210  # bytes of the constant bank of sm_90 ahead of a kernel's arguments
 ALIGNMENT = {"moe_decode.cu": 64}  # of arguments that hold tensor maps
@@ -26,15 +27,31 @@ def test_every_source_is_here() -> None:
     assert sorted(LAYOUTS) == sorted(path.name for path in build.SOURCES.glob("*.cu"))
 
 
+@pytest.mark.skipif(build.missing() is not None, reason=f"NVRTC: {build.missing()}")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_arguments_have_the_size_that_is_packed(name: str) -> None:
+def test_compiled_arguments_have_the_size_that_is_packed(name: str) -> None:
     layout: struct.Struct = LAYOUTS[name]
     alignment = ALIGNMENT.get(name, 8)
     before = -(-BEFORE_ARGUMENTS // alignment) * alignment
     banks = {
         section.removeprefix(".nv.constant0."): len(content) - before
-        for section, content in sections(build.compile_nvrtc(name, build._OPTIONS)).items()
+        for section, content in sections(build.compile_nvrtc(name, build.options_for(HOPPER, {}))).items()
         if section.startswith(".nv.constant0.")
     }
     assert banks
     assert set(banks.values()) == {layout.size}, banks
+
+
+@pytest.mark.skipif(emulator.missing() is not None, reason=f"emulator: {emulator.missing()}")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_emulated_arguments_have_the_size_that_is_packed(name: str) -> None:
+    layout: struct.Struct = LAYOUTS[name]
+    kernels = re.findall(r'extern "C" __global__ .*?(\w+)\(const', (build.SOURCES / name).read_text())
+    assert kernels
+    with emulator.use() as machine:
+        library = driver.Library(build.build(name, {}, HOPPER, build.compile_nvrtc, lambda: ""))
+        # Of two the first kernel is there with MXK_PROJECT only.
+        for kernel in kernels[1:] if name in ("prefill.cu", "moe_decode.cu") else kernels:
+            library.kernel(kernel)
+        sizes = {machine.argument_bytes(address) for _, address in machine.kernels}
+    assert sizes == {layout.size}

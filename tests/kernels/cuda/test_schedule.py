@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ import pytest
 
 from mxk_compile.errors import SettingsError
 from mxk_compile.kernels.cuda import schedule
+from mxk_compile.kernels.cuda.devices import DEVICES
 from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose, heuristic
 from mxk_compile.settings import Settings
 
@@ -35,6 +37,54 @@ def test_few_rows_an_expert_decode_and_many_prefill() -> None:
     assert kinds == ["decode", "decode", "decode", "prefill", "prefill"]
     # The same number of tokens over fewer experts are more rows an expert.
     assert heuristic(Problem("some device", "mxfp4", 2, 2880, 2880, 2, 256)).kernel == "prefill"
+
+
+def problem(row: str, num_tokens: int) -> Problem:
+    sizes = {
+        "glm": (64, 1024, 6144, 8),
+        "kimi": (48, 2048, 7168, 8),
+        "muse": (128, 1024, 4096, 8),
+        "dsv41": (48, 2304, 5120, 6),
+    }
+    return Problem("some device", "mxfp4", *sizes[row], num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("row", "num_tokens", "start"),
+    [
+        ("kimi", 8, "decode:groups=2,column_tiles=1,"),
+        ("kimi", 32, "decode:groups=2,column_tiles=2,"),
+        ("kimi", 64, "prefill:"),
+        ("dsv41", 16, "decode:groups=2,column_tiles=1,"),
+        ("dsv41", 32, "decode:groups=2,column_tiles=2,"),
+        ("muse", 1, "decode:groups=3,column_tiles=1,"),
+        ("muse", 16, "decode:groups=3,column_tiles=1,"),
+        ("glm", 16, "decode:groups=3,column_tiles=1,"),
+        ("glm", 32, "decode:groups=2,column_tiles=2,"),
+        ("glm", 36, "prefill:"),
+        ("glm", 64, "prefill:"),
+    ],
+)
+def test_what_was_measured_to_be_faster_is_chosen(row: str, num_tokens: int, start: str) -> None:
+    """docs/performance/h200.md"""
+    assert str(heuristic(problem(row, num_tokens))).startswith(start)
+
+
+def test_schedules_fit_the_shared_memory_of_the_device() -> None:
+    small, roomy = DEVICES[12, 0], DEVICES[10, 0]
+    for num_tokens in (1, 8, 32, 64, 256, 4096, 16384):
+        assert heuristic(dataclasses.replace(gptoss(num_tokens), kind=roomy)) == heuristic(gptoss(num_tokens))
+        chosen = heuristic(dataclasses.replace(gptoss(num_tokens), kind=small))
+        assert max(chosen.sizes, default=16) <= small.most_rows == 96
+    assert (
+        str(heuristic(dataclasses.replace(GPTOSS, kind=small)))
+        == "decode:groups=2,column_tiles=1,max_routes=64,chunk=16"
+    )
+    wide = Problem("some device", "mxfp4", 48, 2048, 7168, 8, 4)
+    assert heuristic(wide).kernel == "decode"
+    assert heuristic(dataclasses.replace(wide, kind=small)).kernel == "prefill", (
+        "a row's activations alone take 57 KB"
+    )
 
 
 def test_the_choice_depends_on_nothing_but_the_problem() -> None:

@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from mxk_compile.errors import KernelError
 from mxk_compile.kernels import MoEDesc, select, supports
-from mxk_compile.kernels.cuda import build
+from mxk_compile.kernels.cuda import build, devices
+from mxk_compile.settings import Settings
 
 GOOD = MoEDesc(
     device="cuda",
@@ -30,8 +32,8 @@ GOOD = MoEDesc(
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that can run the kernels."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some device")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "some device")
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(build, "missing", lambda: None)
 
@@ -68,11 +70,45 @@ def test_devices_that_do_not_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.version, "hip", "6.4")
         assert supports(GOOD) == "CUDA kernels: torch was built for ROCm; allowed: CUDA"
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-        reason = "some device has compute capability 10.0; allowed: 9.0 (Hopper)"
+        patch.setattr(torch.cuda, "get_device_capability", lambda index=None: (11, 0))
+        reason = "some device has compute capability 11.0; allowed: 9.0 (Hopper)"
         assert supports(GOOD) == f"CUDA kernels: {reason}"
+        with pytest.raises(KernelError, match=r"compute capability 11\.0"):
+            devices.served()
     monkeypatch.setattr(build, "missing", lambda: "the package cuda-bindings is missing")
     assert supports(GOOD) == "CUDA kernels: the package cuda-bindings is missing"
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("capability", "architecture"),
+    [((10, 0), "sm_100a"), ((10, 3), "sm_103a"), ((12, 0), "sm_120a"), ((12, 1), "sm_121a")],
+)
+def test_devices_on_which_nothing_ran_are_served_where_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], architecture: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    given = f"some device has compute capability {capability[0]}.{capability[1]}: compiled for it, never run there"
+    reason = f"CUDA kernels: {given}; allowed: 9.0 (Hopper), or MXK_CUDA_UNMEASURED=1"
+    assert supports(GOOD) == reason
+    with pytest.raises(KernelError, match="never run there"):
+        devices.served()
+    monkeypatch.setattr(devices, "settings", Settings(cuda_unmeasured=True))
+    assert supports(GOOD) is None
+    assert str(select(GOOD)) == f"cuda/nvrtc/{architecture}"
+    assert str(devices.served()).endswith("not measured, not run")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_current_device_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another may have become the current one: devices of a machine may differ."""
+    monkeypatch.setattr(devices, "settings", Settings(cuda_unmeasured=True))
+    for capability, architecture in (((9, 0), "sm_90a"), ((12, 0), "sm_120a"), ((9, 0), "sm_90a")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None, now=capability: now)
+        assert str(select(GOOD)) == f"cuda/nvrtc/{architecture}"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (8, 9))
+    with pytest.raises(KernelError, match=r"compute capability 8\.9"):
+        devices.served()
 
 
 def test_without_the_bindings_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

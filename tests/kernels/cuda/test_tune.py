@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels.cuda import schedule, tune
+from mxk_compile.kernels.cuda.devices import HOPPER
 from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose, heuristic
 from mxk_compile.testing import MoECase, variant_case
 from mxk_compile.variants import VARIANTS
@@ -65,6 +66,7 @@ def machine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(tune, "replay_us", fake.replay_us)
     monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some device")
+    monkeypatch.setattr(tune, "served", lambda: HOPPER)
     for function in (schedule.tuned, choose):
         function.cache_clear()
     yield fake

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,19 +20,36 @@ from pathlib import Path
 from .translate import DEVICE, TranslationError, translate
 
 _FLAGS = ("-std=c++20", "-fPIC", "-w", "-g1", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing")
+_OLDEST = 10  # g++ that knows C++20's short templates
+_KEPT_SECONDS = 3 * 24 * 3600
 _KERNEL_FLAGS = ("-shared", "-O1", "-xc++", "-")
 
 
+@functools.cache
 def missing() -> str | None:
     """None if kernels can be emulated here, else the reason."""
-    return None if shutil.which("g++") else "g++ is not installed"
+    if sys.platform != "linux":
+        return f"{sys.platform}; allowed: linux"
+    if shutil.which("g++") is None:
+        return "g++ is not installed"
+    version = _run(("g++", "-dumpversion")).strip()
+    return (
+        None if int(version.partition(".")[0]) >= _OLDEST else f"g++ {version}; allowed: {_OLDEST} or newer"
+    )
 
 
 def folder() -> Path:
-    """Where what was built is kept."""
+    """Where what was built is kept, for a while."""
     path = Path(tempfile.gettempdir()) / f"mxk-cuda-emulator-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     return path
+
+
+def _forget_old() -> None:
+    for path in folder().iterdir():
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - _KEPT_SECONDS:
+                path.unlink()
 
 
 def _run(command: Sequence[str | Path], given: str | None = None, cwd: Path | None = None) -> str:
@@ -67,6 +87,7 @@ def runtime() -> ctypes.CDLL:
     with ThreadPoolExecutor(2) as pool:
         parts = list(pool.map(part, sorted(DEVICE.glob("*.cpp"))))
     path = _built("runtime.so", "", ("-shared", *parts))
+    _forget_old()
     return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
@@ -85,8 +106,10 @@ def compile_source(source: Path, defines: Sequence[str]) -> Path:
 
 def inlined_at(library: str, offset: str) -> str:
     """Chain of calls at an address, innermost first, as file:line."""
+    if shutil.which("addr2line") is None:
+        return "? (addr2line is not installed)"
     done = subprocess.run(
         ("addr2line", "-i", "-e", library, offset), capture_output=True, text=True, check=False
     )
-    names = [Path(line.split(" ")[0]).name for line in done.stdout.split("\n") if line]
+    names = [Path(line.split(" (discriminator")[0]).name for line in done.stdout.split("\n") if line]
     return " < ".join(name for name in names if not name.startswith(("cuda.h", "ptx.h", "?"))) or "?"

@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from mxk_compile.kernels import cuda
 from mxk_compile.kernels.cuda import build as nvrtc_build
+from mxk_compile.kernels.cuda import devices
+from mxk_compile.kernels.cuda.devices import DEVICES
 from mxk_compile.kernels.cuda.schedule import Schedule
 from mxk_compile.kernels.desc import MoEDesc
 from mxk_compile.testing import MoECase
@@ -75,19 +77,22 @@ def _forget() -> None:
 
 
 @contextlib.contextmanager
-def use(sources: Path | None = None, processors: int = 4, seed: int = 0) -> Iterator[Machine]:
+def use(
+    sources: Path | None = None, processors: int = 4, seed: int = 0, capability: tuple[int, int] = (9, 0)
+) -> Iterator[Machine]:
     """While it is entered, the package's CUDA host code runs on an emulated device.
 
     Args:
         sources: folder of the CUDA sources, by default the package's.
         processors: multiprocessors of the device.
         seed: of the order in which threads run and copies arrive; 0 is one order, the quickest.
+        capability: of the device: which instruction multiplies, and how much shared memory there is.
 
     Raises:
         EmulatorError: from launches, where a kernel waits for ever or does what it must not.
         KernelError: from launches, where a source does not compile here.
     """
-    machine = Machine(processors, seed)
+    machine = Machine(processors, seed, DEVICES[capability].shared_bytes)
     driver = importlib.import_module(f"{cuda.__name__}.driver")
 
     def maker(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -114,6 +119,7 @@ def use(sources: Path | None = None, processors: int = 4, seed: int = 0) -> Iter
             )
         patch(driver, _driver=lambda: machine)
         patch(cuda, unavailable=lambda: None)
+        patch(devices, refusal=lambda index=None: None)
         patch(nvrtc_build, _lock=nothing(), read_cached=lambda path: None, _write=lambda path, code: None)
         if sources is not None:
             patch(nvrtc_build, SOURCES=Path(sources))
@@ -122,6 +128,7 @@ def use(sources: Path | None = None, processors: int = 4, seed: int = 0) -> Iter
             device=lambda device: nothing(),
             current_stream=lambda: None,
             is_current_stream_capturing=lambda: False,
+            get_device_capability=lambda device=None: capability,
             get_device_name=lambda device=None: "emulated",
             get_device_properties=lambda device: SimpleNamespace(multi_processor_count=processors),
         )

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from mxk_compile.kernels.cuda.devices import HOPPER
+
 from . import build
 from .translate import TranslationError
 
@@ -22,7 +24,7 @@ MAP = struct.Struct("=8sQ5Q4Q5H3B27x")  # struct TensorMap of device/tensor_map.
 _KERNEL = struct.Struct("=Q3I4x")  # struct Kernel of device/runtime.h
 _OK, _FAILED = SimpleNamespace(value=0, name="SUCCESS"), SimpleNamespace(value=1, name="FAILED")
 _ELEMENT_BYTES = {"UINT8": 1, "UINT16": 2, "BFLOAT16": 2, "UINT32": 4, "INT32": 4, "FLOAT32": 4, "UINT64": 8}
-_REGISTERS, _MOST_REGISTERS, _MOST_SHARED, _SMALL_SHARED = 65536, 248, 232448, 48 * 1024
+_REGISTERS, _MOST_REGISTERS, _SMALL_SHARED = 65536, 248, 48 * 1024
 _lock = threading.Lock()
 
 
@@ -40,15 +42,19 @@ class Machine:
     Attributes:
         processors: multiprocessors; as many blocks run at a time, or all of a cooperative launch.
         seed: 0 for the quick order, else of a random one.
+        most_shared: bytes of shared memory that a block may take.
+        launches: names of kernels, in order.
+        compiled: sources, and the macros that they were compiled with.
     """
 
-    def __init__(self, processors: int, seed: int) -> None:
-        self.processors, self.seed = processors, seed
+    def __init__(self, processors: int, seed: int, most_shared: int = HOPPER.shared_bytes) -> None:
+        self.processors, self.seed, self.most_shared = processors, seed, most_shared
         self.libraries: list[ctypes.CDLL] = []
         self.kernels: list[tuple[str, int]] = []  # name and address of struct Kernel
         self.shared_limits: dict[int, int] = {}
         self.configs: dict[int, Any] = {}
         self.launches: list[str] = []
+        self.compiled: list[tuple[str, tuple[str, ...]]] = []
         self._run = build.runtime().emu_launch
         self._run.restype = ctypes.c_char_p
         self._run.argtypes = (
@@ -100,14 +106,14 @@ class Machine:
                 kernel, argument, blocks, threads, shared_bytes, resident, registers, overlap, self.seed
             )
         if error is not None:
-            text = re.sub(r"<(\S+)\+(0x\w+)>", lambda m: build.inlined_at(m[1], m[2]), error.decode())
+            text = re.sub(r"<([^<>]+)\+(0x\w+)>", lambda m: build.inlined_at(m[1], m[2]), error.decode())
             raise EmulatorError(f"{name}: {text}")
 
     def modules(self) -> dict[str, ModuleType]:
         """Stand-ins for the packages that the host code imports, by name."""
         cuda, bindings = ModuleType("cuda"), ModuleType("cuda.bindings")
         nvrtc, driver = ModuleType("cuda.bindings.nvrtc"), ModuleType("cuda.bindings.driver")
-        for function in (*_nvrtc(), *self._driver()):
+        for function in (*_nvrtc(self.compiled), *self._driver()):
             setattr(nvrtc if function.__name__.startswith("nvrtc") else driver, function.__name__, function)
         for name, prefix, names in (
             ("CUstreamCaptureMode", "CU_STREAM_CAPTURE_MODE_", "RELAXED GLOBAL"),
@@ -153,7 +159,7 @@ class Machine:
 
         def cuKernelSetAttribute(attribute: str, value: int, kernel: int, device: int) -> Any:
             self.shared_limits[kernel] = value
-            return (_OK if value <= _MOST_SHARED else _FAILED,)
+            return (_OK if value <= self.most_shared else _FAILED,)
 
         def cuThreadExchangeStreamCaptureMode(mode: str) -> Any:
             return _OK, mode
@@ -190,7 +196,7 @@ def _tensor_map(
     )
 
 
-def _nvrtc() -> list[Callable[..., Any]]:
+def _nvrtc(compiled: list[tuple[str, tuple[str, ...]]]) -> list[Callable[..., Any]]:
     def nvrtcVersion() -> Any:
         return _OK, 0, 0
 
@@ -199,7 +205,8 @@ def _nvrtc() -> list[Callable[..., Any]]:
         return _OK, SimpleNamespace(name=name.decode(), files=files, log="", code=b"")
 
     def nvrtcCompileProgram(program: Any, count: int, options: list[bytes]) -> Any:
-        defines = [option.decode() for option in options if option.startswith(b"-D")]
+        defines = tuple(option.decode() for option in options if option.startswith(b"-D"))
+        compiled.append((program.name, defines))
         with tempfile.TemporaryDirectory(dir=build.folder()) as folder:
             for name, text in program.files.items():
                 (Path(folder) / name).write_bytes(text)

@@ -29,6 +29,7 @@ _TYPES |= {
 }
 _INPUTS = {"r": "emu::u32", "l": "emu::u64", "h": "emu::u16", "f": "float", "d": "double"}
 _KINDS = {"f32.bf16.bf16": "BF16", "f32.f16.f16": "F16", "f32.e4m3.e4m3": "E4M3", "s32.s8.s8": "S8"}
+_DEPTHS = {"BF16": 16, "F16": 16, "E4M3": 32, "S8": 32}
 _WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.(\w+\.\w+\.\w+)$")
 
 
@@ -39,7 +40,9 @@ class TranslationError(Exception):
 @functools.cache
 def instructions() -> frozenset[str]:
     """Functions of device/ptx.h."""
-    return frozenset(re.findall(r"^inline void (\w+)\(", (DEVICE / "ptx.h").read_text(), re.MULTILINE))
+    return frozenset(
+        re.findall(r"^(?:PTX|inline) void (\w+)\(", (DEVICE / "ptx.h").read_text(), re.MULTILINE)
+    )
 
 
 def translate(text: str) -> str:
@@ -160,10 +163,11 @@ def _asm(inside: str, given: str, place: object) -> str:
     before, number = [], 0
     for is_input, section in enumerate(sections[:2]):
         for operand in filter(None, _split(section, ",")):
-            match = re.match(r'"([^"]*)"\s*\((.*)\)$', operand, re.DOTALL)
+            match = re.match(r'((?:"[^"]*"\s*)+)\((.*)\)$', operand, re.DOTALL)
             if match is None:
                 raise TranslationError(f"{place()}: asm operand {operand!r} is not emulated")
-            before.append(_operand(match.group(1), " ".join(match.group(2).split()), number, bool(is_input)))
+            constraint, expression = re.sub(r'["\s]', "", match.group(1)), " ".join(match.group(2).split())
+            before.append(_operand(constraint, expression, number, bool(is_input)))
             number += 1
     try:
         return f"{{ {' '.join(before)} {_body(text)} }}"
@@ -210,7 +214,7 @@ def _instruction(statement: str) -> str:
         return f"goto {operands[0]};"
     wgmma = _WGMMA.match(opcode)
     if wgmma is not None:
-        return _wgmma(opcode, int(wgmma.group(1)), wgmma.group(3), operands)
+        return _wgmma(opcode, *map(int, wgmma.groups()[:2]), wgmma.group(3), operands)
     name = re.sub(r"\.L2::\w+", "", opcode).replace("::", "_").replace(".", "_")
     if name not in instructions():
         raise TranslationError(f"PTX instruction {opcode!r} is not emulated; add it to device/ptx.h")
@@ -232,10 +236,21 @@ def _values(operands: list[str]) -> list[str]:
     return values
 
 
-def _wgmma(opcode: str, columns: int, kind: str, operands: list[str]) -> str:
+def _wgmma(opcode: str, columns: int, depth: int, kind: str, operands: list[str]) -> str:
     if kind not in _KINDS:
         raise TranslationError(f"PTX instruction {opcode!r} is not emulated; add it to device/wgmma.cpp")
     target, a, b, *more = operands
+    # Shapes of the PTX ISA, "wgmma.mma_async": those of integers have gaps.
+    step = 16 if _KINDS[kind] == "S8" and columns > 32 else 8
+    if (
+        columns % step
+        or columns > 256
+        or depth != _DEPTHS[_KINDS[kind]]
+        or len(_values([target])) * 2 != columns
+    ):
+        raise TranslationError(
+            f"{opcode!r} with {len(_values([target]))} accumulators; there is no such shape"
+        )
     add, *signs = _values(more)
     sign_a, sign_b = signs[:2] if len(signs) >= 2 else ("1", "1")
     if any(flag != "0" for flag in signs[2:]):

@@ -34,7 +34,7 @@ void copy_async(u32 target, const void* source, u32 bytes, u32 valid) {
   if (bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async of %u bytes; allowed: 4, 8, 16", bytes);
   if (valid > bytes) fail("cp.async of %u bytes reads %u", bytes, valid);
   if (reinterpret_cast<u64>(source) % bytes) fail("cp.async from %p; allowed: multiples of its %u bytes", source, bytes);
-  poison(shared(target, bytes, bytes), bytes);
+  poison(locate(target, bytes, bytes), bytes);
   self().copies.push_back({target, bytes, valid, static_cast<const u8*>(source)});
 }
 
@@ -44,7 +44,7 @@ void copies_arrive(u32 barrier, bool counted) {
   Block& block = *fiber.owner;
   Mbarrier& found = mbarrier_at(block, barrier);
   if (!counted) ++found.pending;
-  start_transfer(&fiber, [&block, thread = fiber.index, barrier, copies = std::move(fiber.copies)] {
+  start_transfer(true, [&block, thread = fiber.index, barrier, copies = std::move(fiber.copies)] {
     run_copies(block, thread, copies);
     Mbarrier& full = mbarrier_at(block, barrier);
     if (full.pending == 0) fail("more arrivals at the mbarrier at %u than the %u it counts", barrier, full.count);
@@ -74,9 +74,9 @@ void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
   Block& block = *self().owner;
   if (bytes % 16 || reinterpret_cast<u64>(source) % 16)
     fail("cp.async.bulk of %u bytes from %p; allowed: multiples of 16", bytes, source);
-  poison(shared(target, bytes, 16), bytes);
+  poison(locate(target, bytes, 16), bytes);
   mbarrier_at(block, barrier);
-  start_transfer(nullptr, [&block, target, source, bytes, barrier] {
+  start_transfer(false, [&block, target, source, bytes, barrier] {
     memcpy(at(block, target), source, bytes);
     arrived(block, target, bytes);
     complete(block, barrier, bytes);
@@ -94,10 +94,10 @@ void tensor_load(u32 target, const void* pointer, const i32* coordinates, int ra
   if (map.rank != rank) fail("a copy of %d dimensions by a map of %d", rank, map.rank);
   u32 bytes = map.element_bytes;
   for (int i = 0; i < rank; ++i) bytes *= map.box[i];
-  poison(shared(target, bytes, 128), bytes);
+  poison(locate(target, bytes, 128), bytes);
   mbarrier_at(block, barrier);
   std::vector<i32> first(coordinates, coordinates + rank);
-  start_transfer(nullptr, [&block, map, target, first, rank, bytes, barrier] {
+  start_transfer(false, [&block, map, target, first, rank, bytes, barrier] {
     const u32 row = map.box[0] * map.element_bytes;
     u8* to = at(block, target);
     for (u32 index = 0; index < bytes / row; ++index) {

@@ -1,5 +1,5 @@
 // CUDA C++ as the kernels use it, for a CPU: qualifiers, vectors, built-in variables and functions. Come before a translated
-// source, whose asm statements have become calls of ptx.h.
+// source, whose asm statements have become calls of ptx.h. A kernel that needs another function gets it here.
 #pragma once
 #include "runtime.h"
 
@@ -40,10 +40,6 @@ EMU_VECTORS(signed char, char)
 EMU_VECTORS(unsigned char, uchar)
 EMU_VECTORS(float, float)
 #undef EMU_VECTORS
-struct alignas(16) ulonglong2 {
-  unsigned long long x, y;
-};
-inline ulonglong2 make_ulonglong2(unsigned long long x, unsigned long long y) { return {x, y}; }
 
 template <class A, class B>
 constexpr auto min(A a, B b) -> decltype(a + b) {
@@ -66,17 +62,9 @@ To emu_bits(From from) {
   return to;
 }
 inline unsigned __float_as_uint(float x) { return emu_bits<unsigned>(x); }
-inline int __float_as_int(float x) { return emu_bits<int>(x); }
 inline float __uint_as_float(unsigned x) { return emu_bits<float>(x); }
-inline float __int_as_float(int x) { return emu_bits<float>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
-inline unsigned __brev(unsigned x) {
-  unsigned y = 0;
-  for (int i = 0; i < 32; ++i) y |= (x >> i & 1) << (31 - i);
-  return y;
-}
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const unsigned long long both = static_cast<unsigned long long>(y) << 32 | x;
   unsigned result = 0;
@@ -88,12 +76,6 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   }
   return result;
 }
-inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
-  return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) << (shift & 31) >> 32);
-}
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
-  return static_cast<unsigned>((static_cast<unsigned long long>(high) << 32 | low) >> (shift & 31));
-}
 inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 4; ++i) c += static_cast<signed char>(a >> (8 * i)) * static_cast<signed char>(b >> (8 * i));
   return c;
@@ -102,17 +84,8 @@ inline int __dp4a(int a, int b, int c) {
 // ---- floats (the build contracts nothing)
 
 inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float fminf(float a, float b) { return __builtin_fminf(a, b); }
 inline float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
-inline float fabsf(float a) { return __builtin_fabsf(a); }
-inline float rintf(float a) { return __builtin_rintf(a); }
-inline float ldexpf(float a, int exponent) { return __builtin_ldexpf(a, exponent); }
-inline int __float2int_rn(float a) { return static_cast<int>(__builtin_rintf(a)); }
-inline float __int2float_rn(int a) { return static_cast<float>(a); }
 
 // ---- memory
 
@@ -121,15 +94,9 @@ T __ldg(const T* pointer) { return *pointer; }
 template <class T>
 T __ldcs(const T* pointer) { return *pointer; }
 template <class T>
-T __ldcg(const T* pointer) { return *pointer; }
-template <class T>
 void __stcs(T* pointer, T value) { *pointer = value; }
-template <class T>
-void __stcg(T* pointer, T value) { *pointer = value; }
-inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline unsigned long long __cvta_generic_to_shared(const void* pointer) { return emu::shared_address_of(pointer); }
-inline void __nanosleep(unsigned) { emu::pause(); }
 
 template <class T>
 T atomicAdd(T* pointer, T value) {
@@ -141,30 +108,6 @@ template <class T>
 T atomicMax(T* pointer, T value) {
   const T before = *pointer;
   *pointer = before < value ? value : before;
-  return before;
-}
-template <class T>
-T atomicMin(T* pointer, T value) {
-  const T before = *pointer;
-  *pointer = value < before ? value : before;
-  return before;
-}
-template <class T>
-T atomicExch(T* pointer, T value) {
-  const T before = *pointer;
-  *pointer = value;
-  return before;
-}
-template <class T>
-T atomicCAS(T* pointer, T expected, T value) {
-  const T before = *pointer;
-  if (before == expected) *pointer = value;
-  return before;
-}
-template <class T>
-T atomicOr(T* pointer, T value) {
-  const T before = *pointer;
-  *pointer = before | value;
   return before;
 }
 

@@ -15,6 +15,7 @@ Dim grid_size, block_size;
 
 namespace {
 
+constexpr u32 HELD_FOR = 4000;  // choices, on average, that a warp is behind
 constexpr u64 STACK_BYTES = 128 * 1024, CANARY = 0x5A5AA5A5DEADBEEF;
 
 struct Launch {
@@ -23,12 +24,18 @@ struct Launch {
   void (*run)(const void*);
   const u8* argument;
 };
+struct Transfer {
+  Block* block;
+  const Fiber* ordered;  // null: any
+  std::function<void()> end;
+};
 Launch launch;
 std::string error;
 jmp_buf main_context;
 std::vector<std::unique_ptr<Fiber>> pool;  // with stacks, for all launches
 std::vector<std::unique_ptr<Block>> blocks;
 std::deque<Fiber*> ready;
+const Warp* held;
 Fibers free_fibers, pollers;
 std::deque<Transfer> transfers;
 u32 started_blocks, live_fibers;
@@ -52,48 +59,73 @@ void end_transfer() {
         break;
       }
   const auto end = std::move(chosen->end);
+  --chosen->block->transfers;
   transfers.erase(chosen);
   ++progress;
   end();
 }
 
-// Block, warp and lanes of each group of fibres that wait for the same at the same place.
+// An address as Python finds its lines (build.py).
+std::string place(const void* address) {
+  Dl_info info{};
+  if (!dladdr(address, &info) || !info.dli_fname) return "?";
+  char text[600];
+  snprintf(text, sizeof text, "<%s+0x%llx>", info.dli_fname,
+           static_cast<u64>(static_cast<const u8*>(address) - static_cast<const u8*>(info.dli_fbase) - 1));
+  return text;
+}
+
+// What fibres wait for and where, with the blocks, warps and lanes that do.
 std::string who_waits() {
-  std::map<std::string, std::map<u32, u32>> where;  // text -> warp -> lanes
+  std::map<std::string, std::map<u32, std::map<u32, u32>>> all;  // text -> block -> warp -> lanes
   for (const auto& fiber : pool) {
     if (fiber->done || fiber->owner == nullptr) continue;
-    char text[512];
-    Dl_info info{};
-    dladdr(fiber->caller, &info);
-    const char* file = info.dli_fname ? info.dli_fname : "?";
-    const u64 offset = static_cast<const u8*>(fiber->caller) - static_cast<const u8*>(info.dli_fbase);
-    int n = snprintf(text, sizeof text, "block %u waits for %s %llu at <%s+0x%llx>", fiber->owner->index, fiber->why,
-                     fiber->why_value, file, offset - 1);
+    char what[160], text[700];
+    snprintf(what, sizeof what, "%s %llu", fiber->why, fiber->why_value);
     const auto found = fiber->owner->mbarriers.find(static_cast<u32>(fiber->why_value >> 1));
-    if (strcmp(fiber->why, "mbarrier * 2 + parity") == 0 && found != fiber->owner->mbarriers.end())
-      snprintf(text + n, sizeof text - n, " (phase %u, %u of %u arrivals and %lld bytes missing)", found->second.phase,
-               found->second.pending, found->second.count, found->second.bytes);
-    where[text][fiber->index / 32] |= 1u << fiber->lane;
+    if (fiber->why == MBARRIER && found != fiber->owner->mbarriers.end())
+      snprintf(what, sizeof what, "the mbarrier at %u, parity %llu (in phase %u, %u of %u arrivals and %lld bytes missing)",
+               found->first, fiber->why_value & 1, found->second.phase, found->second.pending, found->second.count,
+               found->second.bytes);
+    snprintf(text, sizeof text, "\n  for %s at %s:", what, place(fiber->caller).c_str());
+    all[text][fiber->owner->index][fiber->index / 32] |= 1u << fiber->lane;
   }
-  std::string all;
-  for (const auto& [text, warps] : where) {
-    all += "\n  " + text + ":";
-    for (const auto& [warp, lanes] : warps) {
-      char part[64];
-      snprintf(part, sizeof part, lanes == ~0u ? " warp %u" : " warp %u lanes %08x", warp, lanes);
-      all += part;
+  std::string said;
+  for (const auto& [text, blocks_that] : all) {
+    said += text;
+    std::map<std::string, std::string> of_warps;  // which warps -> which blocks
+    for (const auto& [block, warps] : blocks_that) {
+      std::string which;
+      for (const auto& [warp, lanes] : warps) {
+        char part[64];
+        snprintf(part, sizeof part, lanes == ~0u ? " warp %u" : " warp %u lanes %08x", warp, lanes);
+        which += part;
+      }
+      of_warps[which] += " " + std::to_string(block);
     }
+    for (const auto& [warps, which] : of_warps) said += " block" + which + warps + ";";
+    said.pop_back();
   }
-  return all;
+  return said;
 }
 
 [[noreturn]] void leave(int status) { _longjmp(main_context, status); }
+
+// Any thread may be next, but now and then one warp falls behind the others.
+void shuffle() {
+  const auto any = [] { return random_below(static_cast<u32>(ready.size())); };
+  if (random_below(HELD_FOR) == 0) held = ready[any()]->warp;
+  for (int tries = 0; tries < 8; ++tries) {
+    std::swap(ready.front(), ready[any()]);
+    if (ready.front()->warp != held) return;
+  }
+}
 
 Fiber* next() {
   for (;;) {
     if (launch.seed && !transfers.empty() && random_below(4) == 0) end_transfer();
     if (!ready.empty()) {
-      if (launch.seed) std::swap(ready.front(), ready[random_below(ready.size())]);
+      if (launch.seed) shuffle();
       Fiber* chosen = ready.front();
       ready.pop_front();
       return chosen;
@@ -127,7 +159,7 @@ __attribute__((noinline)) void give_way() {
   Fiber* to = next();
   if (to == from) return;
   if (to == nullptr) {
-    error = "no thread can run:" + who_waits();
+    error = "no thread can run; they wait" + who_waits();
     leave(2);
   }
   if (_setjmp(from->context) == 0) jump(to);
@@ -141,6 +173,8 @@ void finish(Fiber& fiber) {
   if (--block.live == 0) {
     if (launch.overlap && !block.grid_waited)
       fail("block %u has ended without griddepcontrol.wait, which its launch relies on", block.index);
+    if (block.transfers != 0) fail("block %u has ended before %u copies to its shared memory", block.index, block.transfers);
+    if (block.tensor.columns != 0) fail("block %u has ended and has not freed its tensor memory", block.index);
     munmap(block.memory, SHARED_BYTES);
     block.memory = nullptr;
     if (started_blocks < launch.blocks) start_block(started_blocks++);  // not on this stack
@@ -151,7 +185,7 @@ void finish(Fiber& fiber) {
   free_fibers.push_back(&fiber);
   if (Fiber* to = next()) jump(to);
   if (live_fibers == 0) leave(1);
-  error = "no thread can run:" + who_waits();
+  error = "no thread can run; they wait" + who_waits();
   leave(2);
 }
 
@@ -211,16 +245,8 @@ void fail(const char* format, ...) {
   vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
   Fiber& fiber = self();
-  Dl_info info{};
-  dladdr(fiber.caller, &info);
-  char where[600];
-  snprintf(where, sizeof where, "block %u, thread %u: ", fiber.owner->index, fiber.index);
-  error = std::string(where) + text;
-  if (info.dli_fname) {
-    snprintf(where, sizeof where, " at <%s+0x%llx>", info.dli_fname,
-             static_cast<u64>(static_cast<const u8*>(fiber.caller) - static_cast<const u8*>(info.dli_fbase) - 1));
-    error += where;
-  }
+  error = "block " + std::to_string(fiber.owner->index) + ", thread " + std::to_string(fiber.index) + ": " + text + " at " +
+          place(fiber.caller);
   leave(2);
 }
 
@@ -267,9 +293,11 @@ u64 poll(const void* address, u64 value) {
   return value;
 }
 
-void start_transfer(const void* ordered, std::function<void()> end) {
+void start_transfer(bool ordered, std::function<void()> end) {
+  Fiber& fiber = self();
   ++progress;
-  transfers.push_back({ordered, std::move(end)});
+  ++fiber.owner->transfers;
+  transfers.push_back({fiber.owner, ordered ? &fiber : nullptr, std::move(end)});
 }
 
 void grid_waited() { self().owner->grid_waited = true; }
@@ -286,7 +314,7 @@ const char* emu_launch(const Kernel* kernel, const void* argument, u32 blocks_, 
   random_state = seed * 0x9E3779B97F4A7C15ull + 1;
   ready.clear(), transfers.clear(), pollers.clear(), blocks.clear(), free_fibers.clear();
   for (auto& fiber : pool) fiber->owner = nullptr, free_fibers.push_back(fiber.get());
-  live_fibers = 0, progress = 1, progress_of_poll = 0, error.clear();
+  held = nullptr, live_fibers = 0, progress = 1, progress_of_poll = 0, error.clear();
 
   static u8 signal_stack[64 * 1024];
   stack_t alternative{}, before_stack;

@@ -55,6 +55,16 @@ struct Copy {
   u32 target, bytes, valid;
   const u8* source;
 };
+struct Cell {  // of tensor memory
+  u32 value, writer = 0;         // 1 + thread, until its fence
+  u16 read = 0, written = 0;     // by how many products under way
+};
+struct Tensor {
+  u32 first = 0, columns = 0;  // allocated
+  int under_way = 0;           // products and commits
+  bool relinquished = false;
+  std::vector<Cell> cells;
+};
 struct Block {
   u32 index, live;
   u8* memory;  // SHARED_BYTES
@@ -68,6 +78,8 @@ struct Block {
   u32 free_registers = 0;
   Fibers want_registers;
   bool grid_waited = false;
+  u32 transfers = 0;  // under way
+  Tensor tensor;
 };
 
 struct Fiber : Thread {
@@ -93,6 +105,10 @@ struct Fiber : Thread {
   i64 products = 0, collected = 0;           // WGMMAs that it issued, and waited for
   std::deque<i64> committed;                 // `products` at each commit
   bool fenced = false;
+  std::vector<std::pair<u32, u32>> stores;   // to tensor memory, until wait::st
+  std::vector<u32> stored;                   // until fence::before_thread_sync
+  std::vector<std::pair<u32, void*>> loads;  // until wait::ld
+  bool tensor_ordered = false;               // fence::after_thread_sync since the last barrier
 };
 
 constexpr u32 SHARED_BASE = 1024, SHARED_BYTES = 232448;  // shared addresses begin there, as on the device
@@ -101,20 +117,20 @@ constexpr u8 POISON = 0xFF;                              // NaN as bf16, fp32, E
 inline Fiber& self() { return *static_cast<Fiber*>(current); }
 #define EMU_CALLER (emu::self().caller = __builtin_return_address(0))
 
-void wait(const char* why, u64 value = 0);  // until somebody wakes this fibre
+inline constexpr char MBARRIER[] = "mbarrier";  // with 2 * address + parity
+void wait(const char* why, u64 value = 0);    // until somebody wakes this fibre
 void wake(Fibers& waiting);                 // all of them
 void maybe_pause();                         // in random order, now and then
 u32 random_below(u32 limit);
 
-struct Transfer {
-  const void* ordered;  // those of one thread end in order; null: any
-  std::function<void()> end;
-};
-void start_transfer(const void* ordered, std::function<void()> end);
+// `end` runs at some later moment; those of one thread that are `ordered` run in order.
+void start_transfer(bool ordered, std::function<void()> end);
 
 void poison(u8* memory, u64 bytes);
+u8* locate(u32 address, u32 bytes, u32 alignment);  // `shared`, which notes no caller
 Mbarrier& mbarrier_at(Block& block, u32 address);
 void mbarrier_progress(Mbarrier& barrier);
+void read_row(Block& block, u64 descriptor, int row, u8* to);  // 32 bytes of a product's operand
 void run_copies(Block& block, u32 thread, const std::vector<Copy>& copies);
 
 }  // namespace emu

@@ -87,6 +87,19 @@ void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(u32 pending);
 
+// ---- tensor memory: 16 lanes; `wide`: .16x256b, else .16x128b
+void tensor_allocate(u32 result, u32 columns);
+void tensor_relinquish();
+void tensor_free(u32 address, u32 columns);
+void tensor_store(u32 address, bool wide, const u32* values, int count);
+void tensor_load(u32 address, bool wide, void* const* targets, int count);
+void tensor_wait_stored();
+void tensor_wait_loaded();
+void tensor_fence_before();
+void tensor_fence_after();
+void tensor_multiply(u32 d, u32 a, u64 b, u32 instruction, bool add);
+void tensor_commit(u32 barrier);
+
 // ---- numbers
 float from_f16(u16 bits);
 float from_e4m3(u8 bits);

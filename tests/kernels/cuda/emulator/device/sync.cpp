@@ -8,8 +8,12 @@ void poison(u8* memory, u64 bytes) { memset(memory, POISON, bytes); }
 // ---- shared memory
 
 u8* shared(u32 address, u32 bytes, u32 alignment) {
-  Block& block = *self().owner;
   EMU_CALLER;
+  return locate(address, bytes, alignment);
+}
+
+u8* locate(u32 address, u32 bytes, u32 alignment) {
+  Block& block = *self().owner;
   if (address < SHARED_BASE || address - SHARED_BASE + bytes > block.used)
     fail("shared memory at %u, %u bytes; the block has %u to %u", address, bytes, SHARED_BASE, SHARED_BASE + block.used);
   if (address % alignment) fail("shared memory at %u; its instruction wants a multiple of %u", address, alignment);
@@ -59,6 +63,7 @@ void bar_sync(u32 number, u32 threads) {
   EMU_CALLER;
   if (number > 15 || threads % 32 || threads == 0) fail("bar.sync %u, %u; allowed: 0 to 15, multiples of 32", number, threads);
   Barrier& barrier = fiber.owner->barriers[number];
+  fiber.tensor_ordered = false;
   if (barrier.arrived && barrier.expected != threads)
     fail("bar.sync %u for %u threads, where others wait for %u", number, threads, barrier.expected);
   barrier.expected = threads;
@@ -150,7 +155,7 @@ void mbarrier_progress(Mbarrier& barrier) {
 void mbarrier_init(u32 address, u32 count) {
   EMU_CALLER;
   if (count == 0 || count >= 1u << 20) fail("mbarrier.init for %u arrivals", count);
-  shared(address, 8, 8);
+  locate(address, 8, 8);
   Mbarrier& barrier = self().owner->mbarriers[address];
   if (!barrier.waiting.empty()) fail("mbarrier.init at %u, where threads wait", address);
   barrier = Mbarrier{};
@@ -183,9 +188,10 @@ bool mbarrier_wait(u32 address, u32 parity) {
   EMU_CALLER;
   if (parity > 1) fail("parity %u at the mbarrier at %u", parity, address);
   Mbarrier& barrier = mbarrier_at(*fiber.owner, address);
+  fiber.tensor_ordered = false;
   while (barrier.phase == parity) {
     barrier.waiting.push_back(&fiber);
-    wait("mbarrier * 2 + parity", static_cast<u64>(address) * 2 + parity);
+    wait(MBARRIER, static_cast<u64>(address) * 2 + parity);
   }
   return true;
 }

@@ -22,28 +22,6 @@ float value_of(Kind kind, const u8* bytes, int column) {
   return value;
 }
 
-// STEP_BYTES of a row of a K-major operand in shared memory, by its descriptor (PTX ISA, "Matrix Descriptor Format").
-void read_row(Block& block, u64 descriptor, int row, u8* to) {
-  const u32 layout = descriptor >> 62, start = (descriptor & 0x3FFF) << 4;
-  const u32 along_k = (descriptor >> 16 & 0x3FFF) << 4, along_n = (descriptor >> 32 & 0x3FFF) << 4;
-  if (descriptor >> 49 & 7) fail("a descriptor with a base offset, which is not emulated");
-  for (int chunk = 0; chunk < STEP_BYTES / 16; ++chunk) {
-    u32 address = start + row / 8 * along_n;
-    if (layout == 0) {
-      address += row % 8 * 16 + chunk * along_k;
-    } else {
-      const u32 bits = 4 - layout;  // 1: 128 bytes, 2: 64, 3: 32
-      address += row % 8 * (16u << bits) + chunk * 16;
-      address ^= (address >> 7 & ((1u << bits) - 1)) << 4;
-    }
-    const u8* from = shared(address, 16, 16);
-    for (int i = 0; i < 16; ++i)
-      if (const u32 writer = block.writers[address - SHARED_BASE + i])
-        fail("WGMMA reads shared memory at %u, which thread %u wrote without a fence.proxy.async", address + i, writer - 1);
-    memcpy(to + 16 * chunk, from, 16);
-  }
-}
-
 template <class T>
 void multiply(Block& block, Multiplication& m) {
   const Product& p = m.product;
@@ -79,6 +57,28 @@ void multiply(Block& block, Multiplication& m) {
 Multiplication& running(Warpgroup& group, i64 index) { return group.running[index - group.first]; }
 
 }  // namespace
+
+// STEP_BYTES of a row of a K-major operand in shared memory, by its descriptor (PTX ISA, "Matrix Descriptor Format").
+void read_row(Block& block, u64 descriptor, int row, u8* to) {
+  const u32 layout = descriptor >> 62, start = (descriptor & 0x3FFF) << 4;
+  const u32 along_k = (descriptor >> 16 & 0x3FFF) << 4, along_n = (descriptor >> 32 & 0x3FFF) << 4;
+  if (descriptor >> 49 & 7) fail("a descriptor with a base offset, which is not emulated");
+  for (int chunk = 0; chunk < STEP_BYTES / 16; ++chunk) {
+    u32 address = start + row / 8 * along_n;
+    if (layout == 0) {
+      address += row % 8 * 16 + chunk * along_k;
+    } else {
+      const u32 bits = 4 - layout;  // 1: 128 bytes, 2: 64, 3: 32
+      address += row % 8 * (16u << bits) + chunk * 16;
+      address ^= (address >> 7 & ((1u << bits) - 1)) << 4;
+    }
+    const u8* from = locate(address, 16, 16);
+    for (int i = 0; i < 16; ++i)
+      if (const u32 writer = block.writers[address - SHARED_BASE + i])
+        fail("a product reads shared memory at %u, which thread %u wrote without a fence.proxy.async", address + i, writer - 1);
+    memcpy(to + 16 * chunk, from, 16);
+  }
+}
 
 void wgmma_fence() { self().fenced = true; }
 

@@ -1,0 +1,102 @@
+"""`mxk::project` and dequantization by the CUDA kernels, emulated on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from kernels.cuda import emulator
+from projection_calls import random_weight
+from torch import Tensor
+
+from mxk_compile.kernels.cuda import dequant, grouped
+from mxk_compile.ops.formats import mxfp4
+from mxk_compile.ops.project import experts_of_rows, reference
+from mxk_compile.projections import align
+from mxk_compile.testing import rel_l2
+
+pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=f"emulator: {emulator.missing()}")
+
+MOST_ERROR = 2.5e-3  # one bf16 rounding of the result, and of INT4's products where a scale makes them long
+UNWRITTEN = -7.0
+project = functools.partial(grouped.project, lambda *_, **__: None)
+
+
+def check(
+    overload: str, x: Tensor, routing: tuple[Tensor, ...], weight: Any, num_rows: int, **attributes: Any
+) -> None:
+    """Compares with the reference, and with another order; rows that are routed nowhere keep what they held."""
+    shape = (num_rows, weight[0].shape[1])
+    expected = torch.full(shape, UNWRITTEN)
+    reference(overload, expected, x, *routing, *weight, **attributes)
+    results = [torch.full(shape, UNWRITTEN, dtype=torch.bfloat16) for _ in range(2)]
+    assert grouped.refusal(overload, results[0], x, *routing, *weight, **attributes) is None
+    for seed, out in enumerate(results):
+        with emulator.use(processors=3, seed=seed):
+            project(overload, out, x, *routing, *weight, **attributes)
+    written = experts_of_rows(overload, num_rows, len(weight[0]), routing, attributes) >= 0
+    assert torch.equal(results[0][~written].float(), expected[~written]), "other rows are not written"
+    assert written.any()
+    assert rel_l2(results[0][written], expected[written]) <= MOST_ERROR
+    assert torch.equal(*results), "the order of threads changes no bit"
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "zero", "inputs", "outputs"),
+    [
+        ("mxfp4", False, 96, 100),
+        ("mxfp4", False, 256, 264),
+        ("uint4", False, 96, 264),
+        ("uint4", True, 256, 100),
+    ],
+)
+def test_routes(weight_format: str, zero: bool, inputs: int, outputs: int) -> None:
+    x = torch.randn(13, inputs).bfloat16()
+    ids = torch.randint(-1, 7, (13, 2), dtype=torch.int32)
+    weight = random_weight(5, outputs, inputs, weight_format, 64 if zero else 32, zero)
+    check("routes", x, (ids,), weight, 26, weight_format=weight_format, top_k=2, experts_min=1)
+
+
+@pytest.mark.parametrize("block_size", [8, 48])
+def test_sorted_lists_longer_than_what_counts(block_size: int) -> None:
+    x = torch.randn(20, 256).bfloat16()
+    sorted_ids, expert_ids, count = align(torch.rand(20, 24).topk(4, dim=1).indices, 12, block_size, 4)
+    junk = torch.full((99,), 3, dtype=torch.int32)
+    expert_ids[1::3] = -1  # of another rank
+    routing = (torch.cat([sorted_ids, junk]), torch.cat([expert_ids, junk]), count)
+    attributes = {"weight_format": "uint4", "top_k": 4, "block_size": block_size}
+    check("sorted", x, routing, random_weight(12, 264, 256, "uint4"), 80, **attributes)
+
+
+def test_contiguous() -> None:
+    counts = (128, 5, 0, 1)
+    indices = [
+        torch.nn.functional.pad(torch.full((count,), expert), (0, -count % 128), value=-1)
+        for expert, count in enumerate(counts)
+    ]
+    m_indices = torch.cat([*indices, torch.full((128,), -1)]).int()
+    x = torch.randn(len(m_indices), 96).bfloat16()
+    weight = random_weight(4, 264, 96, "uint4")
+    check("contiguous", x, (m_indices,), weight, len(m_indices), weight_format="uint4")
+
+
+@pytest.mark.parametrize(("max_m", "expected_m"), [(1, 1), (40, 20)])
+def test_masked(max_m: int, expected_m: int) -> None:
+    masked_m = torch.tensor([3, 0, 40, 300, -2], dtype=torch.int32)
+    x = torch.randn(5, max_m, 256).bfloat16()
+    weight = random_weight(5, 264, 256, "uint4")
+    check("masked", x, (masked_m,), weight, 5 * max_m, weight_format="uint4", expected_m=expected_m)
+
+
+def test_dequantized_bits() -> None:
+    packed = torch.randint(0, 256, (5, 77, 48), dtype=torch.uint8)
+    scale = torch.randint(0, 256, (5, 77, 3), dtype=torch.uint8)
+    expected = mxfp4.unpack(packed, scale).view(torch.int16)
+    for weight in (packed, packed.view(torch.int32), packed.transpose(0, 1).contiguous().transpose(0, 1)):
+        with emulator.use(processors=2):
+            result = dequant.dequant(weight, scale)
+        nan = result.isnan()
+        assert torch.equal(nan, expected.view(torch.bfloat16).isnan())
+        assert torch.equal(result.view(torch.int16)[~nan], expected[~nan])
