@@ -12,8 +12,8 @@ _ROUTES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 """That the kernel is compiled for: shared memory holds its lists."""
 
 _COSTS = {(2, 2): 1.18, (2, 1): 1.2, (4, 2): 1.24}
-"""By column tiles and units, those that pay: time of a pass over the weights, of what their bytes take at the card's rate;
-with `_FIXED_US` as measured on an H200 (docs/performance/h200.md). Where two cost the same, the earlier."""
+"""By column tiles and units, those that pay: time of a pass over the weights, by what their bytes take at the card's
+rate. With `_FIXED_US` as measured on an H200 (docs/performance/h200.md). Where two cost the same, the earlier."""
 _BYTES_US = 184  # 48 experts' 4096 x 7168 weights at the card's rate
 _FIXED_US = 18  # sorting, the first rows, and the end
 
