@@ -26,7 +26,8 @@ from mxk_compile.ops.project import reference
 from mxk_compile.testing import random_case, rel_l2
 
 SIZES: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 96, "num_experts": 5}
-SCHEDULES = ("prefill:16/32", "prefill:48/128", "decode:max_routes=64")
+OF_INT4 = "decode:groups=2,column_tiles=2,max_routes=64"
+SCHEDULES = ("prefill:16/32", "prefill:48/128", "decode:max_routes=64", OF_INT4)
 MOST_ERROR = 5e-3  # INT4's weights are rounded too
 
 
@@ -50,7 +51,8 @@ def main() -> int:
         schedule = Schedule.parse(text)
         cuda.choose = lambda problem, chosen=schedule: chosen
         kernels.prepared["CUDA"].clear()
-        formats = ("mxfp4", "uint4") if schedule.kernel == "prefill" else ("mxfp4",)
+        of_decode = ("uint4",) if text == OF_INT4 else ("mxfp4",)
+        formats = ("mxfp4", "uint4") if schedule.kernel == "prefill" else of_decode
         for weight_format, (num_tokens, row_order, bias) in itertools.product(
             formats, ((1, "interleaved", True), (13, "gate_up", False))
         ):
