@@ -12,25 +12,27 @@
 template <int BLOCK_OF_STAGE>
 __device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fragment (&fragment)[2], const Scales& scales,
                                                u32 stage, const Lane& lane, u32 used, bool leader, const Constants& constants) {
-  uint2 words[2][2];
-  Scale ready[2][2];
+  u32 words[2][2][2];
+  Scale ready[SCALE_PARTS][2][2];
 #pragma unroll
   for (int unit = 0; unit < 2; ++unit) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int rows = (2 * unit + half) * 32;
-      words[unit][half] = load_shared_8(((stage + lane.weights) ^ (BLOCK_OF_STAGE * PACKED_BYTES)) + rows * SPAN_BYTES);
+      lane.load(words[unit][half], ((stage + lane.weights) ^ (BLOCK_OF_STAGE * PACKED_BYTES)) + rows * SPAN_BYTES);
       if constexpr (STAGED) {
         const u32 at = stage + lane.scales + rows * ROW_SCALES + 2 * SCALE_BYTES * BLOCK_OF_STAGE;
-        if constexpr (IS_MXFP4) {
-          ready[unit][half].bits = scale_pair(__byte_perm(load_shared_2(at), 0, lane.selector));
-        } else {
-          ready[unit][half].bits = __byte_perm(load_shared_4(at), 0, lane.selector);
+        const u32 both = IS_MXFP4 ? load_shared_2(at) : load_shared_4(at);
+#pragma unroll
+        for (int part = 0; part < SCALE_PARTS; ++part) {
+          Scale& scale = ready[part][unit][half];
+          scale.bits = __byte_perm(both, 0, lane.selector(part));
+          if constexpr (IS_MXFP4) scale.bits = scale_pair(scale.bits);
+          else if constexpr (MXK_SCALES == FP16) scale = make_ready(Scale{scale.bits & 0xFFFF, 0});
         }
-        if constexpr (!IS_MXFP4 && MXK_SCALES == FP16)
-          ready[unit][half] = make_ready(Scale{ready[unit][half].bits & 0xFFFF, 0});
       } else {
-        ready[unit][half] = make_ready(scales.of[unit][half]);
+#pragma unroll
+        for (int part = 0; part < SCALE_PARTS; ++part) ready[part][unit][half] = make_ready(scales.of[part][unit][half]);
       }
     }
   }
@@ -46,10 +48,11 @@ __device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fr
       for (int unit = 0; unit < 2; ++unit) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const u32 word = step < 2 ? words[unit][half].x : words[unit][half].y;
-          const Scale& scale = ready[unit][half];
-          group[i][unit][half] = step & 1 ? unpack<2>(word, scale, constants) : unpack<0>(word, scale, constants);
-          group[i][unit][half + 2] = step & 1 ? unpack<3>(word, scale, constants) : unpack<1>(word, scale, constants);
+          const u32 word = words[unit][half][step / 2];
+          const Scale& scale = ready[step / 2 * (SCALE_PARTS - 1)][unit][half];
+          u32(&a)[4] = group[i][unit];
+          a[half] = step & 1 ? unpack<2, NATURAL>(word, scale, constants) : unpack<0, NATURAL>(word, scale, constants);
+          a[half + 2] = step & 1 ? unpack<3, NATURAL>(word, scale, constants) : unpack<1, NATURAL>(word, scale, constants);
         }
       }
     }
@@ -71,6 +74,7 @@ __device__ __forceinline__ void multiply(Products& products, Sums& sum, const Ge
   for (int block = 0; block < p.blocks; block += SPAN) {
     const u32 stage = ring.here();
     barrier_wait(ring.filled(), ring.parity);
+    if constexpr (MXK_ROWS == LISTED) copies_to_products_fence();
     multiply_block<0>(products, sum, fragment, scales[0], stage, lane, used, leader, constants);
     rows.load(scales[0], block + 2, quarter);
     if (block + 1 < p.blocks) multiply_block<1>(products, sum, fragment, scales[1], stage, lane, used, leader, constants);

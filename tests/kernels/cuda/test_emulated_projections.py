@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +28,18 @@ project = functools.partial(grouped.project, lambda *_, **__: None)
 def check(
     overload: str, x: Tensor, routing: tuple[Tensor, ...], weight: Any, num_rows: int, **attributes: Any
 ) -> None:
-    """Compares with the reference, and with another order; rows that are routed nowhere keep what they held."""
+    """Compares with the reference, and with another order; rows that are routed nowhere keep what they held.
+
+    Once with rows of x where they lie, and once gathered: `tiles.rows_stay` says neither.
+    """
+    for stay in (True, False):
+        with mock.patch.object(grouped, "rows_stay", lambda *_, stay=stay: stay):
+            check_feed(overload, x, routing, weight, num_rows, **attributes)
+
+
+def check_feed(
+    overload: str, x: Tensor, routing: tuple[Tensor, ...], weight: Any, num_rows: int, **attributes: Any
+) -> None:
     shape = (num_rows, weight[0].shape[1])
     expected = torch.full(shape, UNWRITTEN)
     reference(overload, expected, x, *routing, *weight, **attributes)
