@@ -71,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) groups_plan(const __g
     if (p.kind == MASKED) return block;
     return p.kind == CONTIGUOUS ? p.first[block * p.block_size] : p.experts[block];
   };
+#pragma unroll 4
   for (int block = threadIdx.x; block < p.blocks; block += SORT_THREADS) {
-    if (used[block] == 0) continue;
     const int expert = expert_of(block);
     if (expert < 0 || expert >= p.num_experts) used[block] = 0;
   }
@@ -80,9 +80,12 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) groups_plan(const __g
   // Whether a block belongs to the run of the one before: found by all threads at once, as experts are far away.
   constexpr int CONTINUES = 1 << 30;
   u32 continues = 0;
-  for (int block = threadIdx.x, i = 0; block < p.blocks; block += SORT_THREADS, ++i)
-    if (block > 0 && used[block] > 0 && used[block - 1] == p.block_size && expert_of(block) == expert_of(block - 1))
-      continues |= 1u << i;
+#pragma unroll 4
+  for (int block = threadIdx.x, i = 0; block < p.blocks; block += SORT_THREADS, ++i) {
+    const int before = max(block - 1, 0);
+    const bool same = expert_of(block) == expert_of(before);
+    if (same && block > 0 && used[block] > 0 && used[before] == p.block_size) continues |= 1u << i;
+  }
   __syncthreads();
   for (int block = threadIdx.x, i = 0; block < p.blocks; block += SORT_THREADS, ++i)
     if (continues >> i & 1) used[block] |= CONTINUES;

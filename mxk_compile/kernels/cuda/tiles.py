@@ -42,8 +42,8 @@ def rows_stay(outputs: int, size: int, ordered: bool) -> bool:
     """Whether prefill.cu reads rows of a projection where they lie, and no launch brings them into blocks before.
 
     What it saves is that launch's bytes, as many for few outputs as for many. What it costs is a share of the product:
-    columns in their natural order 3 % with 128 rows a tile, 7 with 96 and 20 with 48; rows that lie apart, which threads
-    copy in place of bulk copies, 10 % more. The limits are where both came to the same on an H200.
+    columns in their natural order 3 % with 128 rows a tile, 7 with 96 and 20 with 48; rows that lie apart, which
+    threads copy in place of bulk copies, 10 % more. The limits are where both came to the same on an H200.
 
     Args:
         outputs: N.
