@@ -11,6 +11,9 @@
 // 16q + 8(s / 2) + 2(s % 2) + h + 4b. This is the order in which lane q of four finds its 16 columns in the packed words
 // (pairs are nibbles j and j + 4 of a word), so a weight is unpacked into the A register that multiplies it: no shuffle, and
 // no bf16 weight in shared memory. Both writers of blocks (routing.cu for X, the epilogue below for H) write that order.
+// A projection may also read rows of X where the caller has them (MXK_ROWS): a box of a tensor map, or 16-byte copies of rows
+// that a list names, lie in shared memory as blocks do, with columns in their natural order. Then lane q takes byte q of each
+// packed word, 5 instructions more for 8 codes, and both scales of a block.
 //
 // Schedule. Weights are the M side, so 64 rows meet up to TOKENS tokens: a block of 3 warpgroups owns 256 weight rows x up
 // to TOKENS tokens; a launch for each of a few sizes takes the tiles of that size (rows.cuh). The first warpgroup fills a
