@@ -48,23 +48,38 @@ __device__ __forceinline__ void feed_weights(const Gemm& p, const int4& tile, in
   }
   const int rest = p.outputs - output;
   const u32 to = WEIGHTS + (32 * half + g) * SPAN_BYTES + ((chunk / 2) ^ turn_of(g)) * PACKED_BYTES + chunk % 2 * 16;
+  const bool whole = (row_tile + 1) * Rows::OUTPUTS <= p.outputs;  // else some rows are not there
+  const i64 of_warp = Rows::WARP * stride, of_unit = Rows::UNIT * stride, of_group = Rows::GROUP * stride;
+  const i64 steps[4] = {0, of_warp, 2 * of_warp, 3 * of_warp};
   int columns = p.columns - 32 * chunk;
   for (int block = 0; block < p.blocks; block += SPAN) {
     barrier_wait(ring.emptied(), ring.parity);
-    const u32 target = ring.here() + to;
-    const int limit = columns > 0 ? rest : 0;
+    const u32 target = ring.here() + to, valid = columns > 0 ? 16 : 0;
+    if (whole) {
+      // Addresses in registers of their own: one that a copy still reads waits for the memory pipe.
 #pragma unroll
-    for (int group = 0; group < 2; ++group) {
+      for (int i = 0; i < 2 / HALVES; ++i) {
+        const u8* row = from[i];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {  // group and unit
+#pragma unroll
+          for (int warp = 0; warp < 4; ++warp)
+            copy_16(target + (64 * j + 32 * i + 8 * warp) * SPAN_BYTES, row + steps[warp], valid);
+          row += j == 1 ? of_group - of_unit : of_unit;
+          asm volatile("" : "+l"(row));  // else the compiler keeps all addresses, and spills them
+        }
+      }
+    } else {
 #pragma unroll 1
-      for (int unit = 0; unit < 2; ++unit) {
+      for (int j = 0; j < 4; ++j) {
 #pragma unroll
         for (int i = 0; i < 2 / HALVES; ++i) {
-          const u8* row = from[i] + Rows::distance(group, 0, 0) * stride;
-          if (unit) row += Rows::UNIT * stride;
+          const u8* row = from[i] + j / 2 * of_group + j % 2 * of_unit;
+          const int away = Rows::GROUP * (j / 2) + Rows::UNIT * (j % 2);
 #pragma unroll
-          for (int warp = 0; warp < 4; ++warp, row += Rows::WARP * stride)
-            copy_16(target + (128 * group + 64 * unit + 32 * i + 8 * warp) * SPAN_BYTES, row,
-                    Rows::distance(group, 0, warp) + Rows::UNIT * unit < limit ? 16 : 0);
+          for (int warp = 0; warp < 4; ++warp)
+            copy_16(target + (64 * j + 32 * i + 8 * warp) * SPAN_BYTES, row + steps[warp],
+                    away + Rows::WARP * warp < rest ? valid : 0);
         }
       }
     }

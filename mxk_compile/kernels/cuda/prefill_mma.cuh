@@ -27,6 +27,7 @@ struct Products : RegisterSums {
       }
     }
   }
+  __device__ __forceinline__ void drain(u32, bool) {}
   __device__ __forceinline__ void leave(u32 barrier, bool leader) {
     __syncwarp();
     if (leader) barrier_arrive(barrier);

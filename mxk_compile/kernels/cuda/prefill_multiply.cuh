@@ -94,28 +94,39 @@ __device__ __forceinline__ void multiply(Products& products, Sums& sum, const Ge
   rows.load(scales[1], 1, quarter);
   products.begin(sum);
   u32 used = ~0u;  // empty-barrier of the stage before
-#pragma unroll 1
-  for (int block = 0; block < p.blocks; block += SPAN) {
+  // A stage: all its blocks, or, the last one, `count` of them.
+  const auto multiply_stage = [&](int block, int count) {
     const u32 stage = ring.here(), at = stage + lane.weights;
     barrier_wait(ring.filled(), ring.parity);
     const auto operand = Products::operand(stage);
     staged.load(stage + lane.scales);
     multiply_block<0>(products, sum, fragment, scales[0], staged, operand, at, lane, used, leader, constants);
     rows.load(scales[0], block + 2, quarter);
-    if (block + 1 < p.blocks)
+    if (count > 1) {
       multiply_block<1>(products, sum, fragment, scales[1], staged, operand, at, lane, used, leader, constants);
-    rows.load(scales[1], block + 3, quarter);
-    if constexpr (SPAN == 4) {
-      if (block + 2 < p.blocks)
-        multiply_block<2>(products, sum, fragment, scales[0], staged, operand, at, lane, used, leader, constants);
-      rows.load(scales[0], block + 4, quarter);
-      if (block + 3 < p.blocks)
-        multiply_block<3>(products, sum, fragment, scales[1], staged, operand, at, lane, used, leader, constants);
-      rows.load(scales[1], block + 5, quarter);
+      rows.load(scales[1], block + 3, quarter);
+      if constexpr (SPAN == 4) {
+        if (count > 2) {
+          multiply_block<2>(products, sum, fragment, scales[0], staged, operand, at, lane, used, leader, constants);
+          rows.load(scales[0], block + 4, quarter);
+          if (count > 3) {
+            multiply_block<3>(products, sum, fragment, scales[1], staged, operand, at, lane, used, leader, constants);
+            rows.load(scales[1], block + 5, quarter);
+          }
+        }
+      }
     }
     used = ring.emptied();
     products.leave(used, leader);
     ring.next();
+  };
+  int block = 0;
+#pragma unroll 1
+  for (; block + SPAN <= p.blocks; block += SPAN) multiply_stage(block, SPAN);
+  if (block < p.blocks) {
+    products.drain(used, leader);
+    used = ~0u;
+    multiply_stage(block, p.blocks - block);
   }
   products.finish(sum, used, leader);
 }

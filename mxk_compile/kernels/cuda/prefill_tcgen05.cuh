@@ -109,6 +109,7 @@ struct Products {
     more = true;
     ++turn;
   }
+  __device__ __forceinline__ void drain(u32, bool) {}
   __device__ __forceinline__ void leave(u32 barrier, bool leader) {  // a stage, whose packed weights all warps have read
     if (leader) tensor_commit(barrier);
   }

@@ -26,9 +26,10 @@ struct Products : RegisterSums {
     }
     wgmma_commit();
   }
-  __device__ __forceinline__ void leave(u32, bool) {}  // a stage: the tensor cores still read it
-  __device__ __forceinline__ void finish(Sums&, u32 used, bool leader) {
+  __device__ __forceinline__ void drain(u32 used, bool leader) {
     wgmma_wait<0>();
-    if (leader) barrier_arrive(used);
+    if (leader && used != ~0u) barrier_arrive(used);
   }
+  __device__ __forceinline__ void leave(u32, bool) {}  // a stage: the tensor cores still read it
+  __device__ __forceinline__ void finish(Sums&, u32 used, bool leader) { drain(used, leader); }
 };
