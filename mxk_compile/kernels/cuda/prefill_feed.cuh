@@ -128,42 +128,48 @@ __device__ __forceinline__ void feed_scales(const Gemm& p, const int4& tile, int
       ring.next();
     }
   } else {
-    // Too narrow for copies: through registers, a stage ahead.
-    constexpr int PART = MXK_SCALE_ALIGNMENT == 2 ? 2 : 1;
-    u32 next[4][2][STAGED ? ROW_SCALES / 4 : 1];
-    const auto load = [&] {
+    // Too narrow for copies: through registers, a stage ahead, as words on 4 bytes. A row's first bytes of a stage may lie in
+    // the last word that the stage before read.
+    constexpr int WORDS = STAGED ? ROW_SCALES / 4 : 1;
+    u32 read[4][2][WORDS + 1];
+    const auto source = [&](int j, int half) { return from[half] + Rows::distance(j / 2, j % 2, 0) * stride; };
+    const auto load = [&](bool first) {
       asm volatile("" : "+r"(stride));  // else the compiler keeps all addresses, and spills them
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int away = Rows::distance(j / 2, j % 2, 0);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+          const u64 at = reinterpret_cast<u64>(source(j, half));
+          const u32* words = reinterpret_cast<const u32*>(at & ~static_cast<u64>(3));
+          const int left = Rows::distance(j / 2, j % 2, 0) < rest ? groups * SCALE_BYTES + static_cast<int>(at & 3) : 0;
+          if (first) read[j][half][0] = left > 0 ? __ldg(words) : 0;
+          else read[j][half][0] = read[j][half][WORDS];
 #pragma unroll
-          for (int at = 0; at < ROW_SCALES; at += PART) {
-            u32 value = 0;
-            if (away < rest && at < groups * SCALE_BYTES) {
-              const u8* source = from[half] + away * stride + at;
-              value = PART == 2 ? __ldg(reinterpret_cast<const u16*>(source)) : __ldg(source);
-            }
-            u32& word = next[j][half][at / 4];
-            word = at % 4 == 0 ? value : word | value << (8 * (at % 4));
-          }
+          for (int i = 1; i <= WORDS; ++i) read[j][half][i] = 4 * i < left ? __ldg(words + i) : 0;
         }
       }
-      from[0] += ROW_SCALES, from[1] += ROW_SCALES, groups -= 2 * SPAN;
     };
-    load();
+    load(true);
     for (int block = 0; block < p.blocks; block += SPAN) {
       barrier_wait(ring.emptied(), ring.parity);
       const u32 target = ring.here() + to;
+      const int left = groups * SCALE_BYTES;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int j = 0; j < 4; ++j) {
 #pragma unroll
-        for (int word = 0; word < ROW_SCALES / 4; ++word)
-          store_shared_4(target + 32 * i * ROW_SCALES + 4 * word, next[i / 2][i % 2][word]);
+        for (int half = 0; half < 2; ++half) {
+          const u32 shift = 8 * static_cast<u32>(reinterpret_cast<u64>(source(j, half)));
+#pragma unroll
+          for (int i = 0; i < WORDS; ++i) {
+            u32 word = __funnelshift_r(read[j][half][i], read[j][half][i + 1], shift);
+            if (4 * i + 4 > left) word &= 4 * i < left ? ~0u >> (8 * (4 * i + 4 - left)) : 0;  // the row has ended
+            store_shared_4(target + (64 * j + 32 * half) * ROW_SCALES + 4 * i, word);
+          }
+        }
       }
       barrier_arrive(ring.filled());
-      load();
+      from[0] += ROW_SCALES, from[1] += ROW_SCALES, groups -= 2 * SPAN;
+      load(false);
       ring.next();
     }
   }
