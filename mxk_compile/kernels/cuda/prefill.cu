@@ -139,7 +139,9 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ List lists[LISTS];
   __shared__ Products::Shared of_products;
-  const u32 data = shared_address(shared), barriers = data + STAGES * STAGE_BYTES;
+  u32 data = shared_address(shared);
+  asm volatile("" : "+r"(data));  // else the compiler computes it anew for each stage
+  const u32 barriers = data + STAGES * STAGE_BYTES;
   Ring ring{data, barriers, barriers + 8 * STAGES};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {

@@ -48,10 +48,14 @@ __device__ __forceinline__ void load_words(Words& words, u32 at) {
 // BLOCK_OF_STAGE: 0 to SPAN - 1. Slots of units and halves are 32 rows apart.
 template <int BLOCK_OF_STAGE, typename Operand>
 __device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fragment (&fragment)[2], const Scales& scales,
-                                               const StagedScales& staged, Operand operand, u32 at, const Lane& lane,
-                                               u32 used, bool leader, const Constants& constants) {
-  Words words;
-  load_words(words, at ^ (BLOCK_OF_STAGE * PACKED_BYTES));
+                                               const StagedScales& staged, Words (&loaded)[2], Operand operand, u32 at,
+                                               const Lane& lane, u32 used, bool leader, const Constants& constants) {
+  // With few rows there are registers for the next block's words, asked for before this one's are unpacked.
+  constexpr bool EARLY = UNITS == 1;
+  if constexpr (!EARLY && BLOCK_OF_STAGE > 0) load_words(loaded[BLOCK_OF_STAGE % 2], at ^ (BLOCK_OF_STAGE * PACKED_BYTES));
+  const Words& words = loaded[BLOCK_OF_STAGE % 2];
+  if constexpr (EARLY && BLOCK_OF_STAGE + 1 < SPAN)
+    load_words(loaded[(BLOCK_OF_STAGE + 1) % 2], at ^ ((BLOCK_OF_STAGE + 1) * PACKED_BYTES));
   Scale ready[UNITS][2];
 #pragma unroll
   for (int unit = 0; unit < UNITS; ++unit) {
@@ -99,18 +103,20 @@ __device__ __forceinline__ void multiply(Products& products, Sums& sum, const Ge
     const u32 stage = ring.here(), at = stage + lane.weights;
     barrier_wait(ring.filled(), ring.parity);
     const auto operand = Products::operand(stage);
+    Words loaded[2];
+    load_words(loaded[0], at);
     staged.load(stage + lane.scales);
-    multiply_block<0>(products, sum, fragment, scales[0], staged, operand, at, lane, used, leader, constants);
+    multiply_block<0>(products, sum, fragment, scales[0], staged, loaded, operand, at, lane, used, leader, constants);
     rows.load(scales[0], block + 2, quarter);
     if (count > 1) {
-      multiply_block<1>(products, sum, fragment, scales[1], staged, operand, at, lane, used, leader, constants);
+      multiply_block<1>(products, sum, fragment, scales[1], staged, loaded, operand, at, lane, used, leader, constants);
       rows.load(scales[1], block + 3, quarter);
       if constexpr (SPAN == 4) {
         if (count > 2) {
-          multiply_block<2>(products, sum, fragment, scales[0], staged, operand, at, lane, used, leader, constants);
+          multiply_block<2>(products, sum, fragment, scales[0], staged, loaded, operand, at, lane, used, leader, constants);
           rows.load(scales[0], block + 4, quarter);
           if (count > 3) {
-            multiply_block<3>(products, sum, fragment, scales[1], staged, operand, at, lane, used, leader, constants);
+            multiply_block<3>(products, sum, fragment, scales[1], staged, loaded, operand, at, lane, used, leader, constants);
             rows.load(scales[1], block + 5, quarter);
           }
         }
