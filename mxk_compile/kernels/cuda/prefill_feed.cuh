@@ -133,7 +133,8 @@ __device__ __forceinline__ void feed_scales(const Gemm& p, const int4& tile, int
     constexpr int WORDS = STAGED ? ROW_SCALES / 4 : 1;
     u32 read[4][2][WORDS + 1];
     const auto source = [&](int j, int half) { return from[half] + Rows::distance(j / 2, j % 2, 0) * stride; };
-    const auto load = [&](bool first) {
+    const bool whole = (row_tile + 1) * Rows::OUTPUTS <= p.outputs;
+    const auto load = [&](bool first, bool all) {
       asm volatile("" : "+r"(stride));  // else the compiler keeps all addresses, and spills them
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -145,15 +146,11 @@ __device__ __forceinline__ void feed_scales(const Gemm& p, const int4& tile, int
           if (first) read[j][half][0] = left > 0 ? __ldg(words) : 0;
           else read[j][half][0] = read[j][half][WORDS];
 #pragma unroll
-          for (int i = 1; i <= WORDS; ++i) read[j][half][i] = 4 * i < left ? __ldg(words + i) : 0;
+          for (int i = 1; i <= WORDS; ++i) read[j][half][i] = all || 4 * i < left ? __ldg(words + i) : 0;
         }
       }
     };
-    load(true);
-    for (int block = 0; block < p.blocks; block += SPAN) {
-      barrier_wait(ring.emptied(), ring.parity);
-      const u32 target = ring.here() + to;
-      const int left = groups * SCALE_BYTES;
+    const auto store = [&](u32 target, int left) {  // bytes of a row
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -162,14 +159,22 @@ __device__ __forceinline__ void feed_scales(const Gemm& p, const int4& tile, int
 #pragma unroll
           for (int i = 0; i < WORDS; ++i) {
             u32 word = __funnelshift_r(read[j][half][i], read[j][half][i + 1], shift);
-            if (4 * i + 4 > left) word &= 4 * i < left ? ~0u >> (8 * (4 * i + 4 - left)) : 0;  // the row has ended
+            if (4 * i + 4 > left) word &= 4 * i < left ? ~0u >> (8 * (4 * i + 4 - left)) : 0;
             store_shared_4(target + (64 * j + 32 * half) * ROW_SCALES + 4 * i, word);
           }
         }
       }
+    };
+    load(true, false);
+    for (int block = 0; block < p.blocks; block += SPAN) {
+      barrier_wait(ring.emptied(), ring.parity);
+      const u32 target = ring.here() + to;
+      if (groups >= 2 * SPAN) store(target, ROW_SCALES);
+      else store(target, groups * SCALE_BYTES);
       barrier_arrive(ring.filled());
       from[0] += ROW_SCALES, from[1] += ROW_SCALES, groups -= 2 * SPAN;
-      load(false);
+      if (whole && groups > 2 * SPAN) load(false, true);
+      else load(false, false);
       ring.next();
     }
   }
