@@ -21,11 +21,6 @@ __device__ __forceinline__ u32 pack_e4m3x2(float low, float high) {
   return d;
 }
 
-__device__ __forceinline__ uint4 load_eight(const u8* from, bool aligned) {
-  if (aligned) return load_l2(from);
-  const u16* e = reinterpret_cast<const u16*>(from);
-  return make_uint4(e[0] | e[1] << 16, e[2] | e[3] << 16, e[4] | e[5] << 16, e[6] | e[7] << 16);
-}
 __device__ __forceinline__ u32 largest_of(const uint4& v) {  // magnitude bits
   const u32 m = greater_halves(greater_halves(v.x & 0x7FFF7FFFu, v.y & 0x7FFF7FFFu),
                                greater_halves(v.z & 0x7FFF7FFFu, v.w & 0x7FFF7FFFu));
@@ -71,9 +66,8 @@ __device__ __forceinline__ void make_digits(const Decode& p, const Routes& route
     for (int i = 0; i < HELD; ++i) {
       held[i] = make_uint4(0, 0, 0, 0);
       if (!there(base + i)) continue;
-      const int route = routes.route[first + row_of(base + i)];
-      const u8* row = P::PAIRS ? p.x + static_cast<i64>(route / TOP_K) * p.x_stride * 2 : p.h + static_cast<i64>(route) * (I * 2);
-      held[i] = load_eight(row + eight_of(base + i) * 16, MXK_X_ALIGNED || !P::PAIRS);
+      const u8* row = activations<P>(p, routes.at(first + row_of(base + i)));
+      held[i] = load_eight(row + eight_of(base + i) * 16, MXK_X_ALIGNED || !(P::PAIRS || PROJECT));
     }
   };
   load(0);

@@ -29,6 +29,8 @@ struct Routes {
   const u16* expert_of;                       // of route; NOT_HERE
   const float* weight;                        // of route
   int blocks;
+
+  __device__ int at(int position) const { return PROJECT == MASKED ? position : route[position]; }
 };
 constexpr u32 NOT_HERE = 0xFFFF;
 
@@ -51,6 +53,18 @@ __device__ __forceinline__ u32 local_expert(const Decode& p, int route) {
   return index < E ? static_cast<u32>(index) : NOT_HERE;
 }
 
+// expert_of for the rows of a caller's blocks of `block_size` places.
+__device__ __forceinline__ void read_sorted(const Decode& p, u16* expert_of) {
+  const i32* sorted = reinterpret_cast<const i32*>(p.ids);
+  for (int row = threadIdx.x; row < p.rows; row += THREADS) expert_of[row] = NOT_HERE;
+  __syncthreads();
+  const int used = min(min(p.places, max(0, *p.places_used)), p.blocks * p.block_size);
+  for (int place = threadIdx.x; place < used; place += THREADS) {
+    const int row = sorted[place], expert = p.expert_of_block[place / p.block_size];
+    if (row >= 0 && row < p.rows) expert_of[row] = expert >= 0 && expert < E ? static_cast<u16>(expert) : NOT_HERE;
+  }
+}
+
 // Every block sorts the routes for itself: its first warp counts, places and lists them, in route order.
 __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
   int* counts = reinterpret_cast<int*>(shared + AT_COUNTS);
@@ -60,20 +74,26 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
   u16 *expert_of = lists + 4 * MAX_ROUTES, *rank = lists + 5 * MAX_ROUTES;
   int* blocks = reinterpret_cast<int*>(shared + AT_END);
   float* weight = reinterpret_cast<float*>(shared + AT_ROUTER);
-  const int routes = p.tokens * TOP_K, lane = threadIdx.x;
-  for (int r = threadIdx.x - 32; r < routes; r += THREADS - 32)
+  const int routes = PROJECT >= SORTED ? p.rows : p.tokens * TOP_K, lane = threadIdx.x;
+  const bool at_once = !PROJECT && routes <= 32;  // a route a lane of the first warp
+  for (int r = threadIdx.x - 32; !PROJECT && r < routes; r += THREADS - 32)
     if (r >= 0) weight[r] = load_float(p.router, r / TOP_K * p.router_stride[0] + r % TOP_K * p.router_stride[1], p.router_dtype);
-  if (routes > 32) {
-    for (int r = threadIdx.x; r < routes; r += THREADS) expert_of[r] = static_cast<u16>(local_expert(p, r));
+  if (PROJECT != MASKED && !at_once) {
+    if (PROJECT == SORTED) {
+      read_sorted(p, expert_of);
+    } else {
+      for (int r = threadIdx.x; r < routes; r += THREADS) expert_of[r] = static_cast<u16>(local_expert(p, r));
+    }
     __syncthreads();
   }
   if (threadIdx.x < 32) {
-    const u32 only = routes <= 32 && lane < routes ? local_expert(p, lane) : NOT_HERE;
-    if (routes <= 32 && lane < routes) expert_of[lane] = static_cast<u16>(only);
-    for (int e = lane; e < E; e += 32) counts[e] = 0;
+    const u32 only = at_once && lane < routes ? local_expert(p, lane) : NOT_HERE;
+    if (at_once && lane < routes) expert_of[lane] = static_cast<u16>(only);
+    for (int e = lane; e < E; e += 32)
+      counts[e] = PROJECT == MASKED ? min(max(reinterpret_cast<const i32*>(p.ids)[e], 0), p.block_size) : 0;
     __syncwarp();
-    for (int base = 0; base < routes; base += 32) {
-      const u32 e = routes <= 32 ? only : base + lane < routes ? expert_of[base + lane] : NOT_HERE;
+    for (int base = 0; PROJECT != MASKED && base < routes; base += 32) {
+      const u32 e = at_once ? only : base + lane < routes ? expert_of[base + lane] : NOT_HERE;
       const u32 same = __match_any_sync(~0u, e);
       const u32 earlier = same & ((1u << lane) - 1);
       const int before = e != NOT_HERE ? counts[e] : 0;
@@ -104,7 +124,7 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
     for (int i = 0; i < EACH; ++i) {
       const int e = lane * EACH + i;
       if (mine[i] == 0) continue;
-      int row = before & 0xFFFF, block = before >> 16;
+      int row = PROJECT == MASKED ? e * p.block_size : before & 0xFFFF, block = before >> 16;
       offsets[e] = row;
       for (int left = mine[i]; left > 0; left -= ROWS, row += ROWS, ++block) {
         expert[block] = static_cast<u16>(e);
@@ -114,7 +134,7 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
       before = (block << 16) + (before & 0xFFFF) + mine[i];
     }
     __syncwarp();
-    for (int r = lane; r < routes; r += 32) {
+    for (int r = lane; PROJECT != MASKED && r < routes; r += 32) {
       const u32 e = expert_of[r];
       if (e != NOT_HERE) route[offsets[e] + rank[r]] = static_cast<u16>(r);
     }
