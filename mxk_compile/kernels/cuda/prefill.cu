@@ -12,11 +12,12 @@
 // (pairs are nibbles j and j + 4 of a word), so a weight is unpacked into the A register that multiplies it: no shuffle, and
 // no bf16 weight in shared memory. Both writers of blocks (routing.cu for X, the epilogue below for H) write that order.
 //
-// Schedule. Weights are the M side, so 64 rows meet up to TOKENS tokens: a block of 3 warpgroups owns 256 weight rows x up
+// Schedule. Weights are the M side, so 64 rows meet up to TOKENS tokens: a block owns 256 weight rows x up
 // to TOKENS tokens; a launch for each of a few sizes takes the tiles of that size (rows.cuh). The first warpgroup fills a
 // ring of stages of SPAN blocks of columns: activations by bulk copies, packed rows by 16-byte copies, and scales beside
-// them, as loads by the consumers took a third of their time. The two others hold 2 x 64 rows each, unpack the next steps
-// while the tensor cores run the last ones, and drift apart by the depth of the ring, which hides their epilogues. A gate
+// them, as loads by the consumers took a third of their time. The two others hold 2 x 64 rows each, or, with few
+// tokens, four others 64 each; they unpack the next steps while the tensor cores run the last ones, and drift apart by the
+// depth of the ring, which hides their epilogues. A gate
 // row and its up row are rows g and g + 8 of one fragment, so the activation needs no exchange. A persistent grid walks
 // (token tile, row tile), row tiles fastest: the tiles of one expert run together, and a launch takes its weights from
 // device memory once. Producers look a tile ahead, and hand on what its consumers want to know at the end (List).

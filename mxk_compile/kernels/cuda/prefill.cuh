@@ -18,21 +18,14 @@ constexpr int ROWS = 256;                 // weight rows of a tile
 constexpr int PACKED_BYTES = BLOCK / 2;   // of a block of one weight row
 constexpr bool ROOMY = MXK_SHARED >= 200 * 1024;
 // Blocks of a stage: 128 bytes of a row, a line of L2, where bytes bind; 64 where activations need the room.
-#ifndef X_SPAN
-#define X_SPAN (TOKENS <= 64 && ROOMY ? 4 : 2)
-#endif
-constexpr int SPAN = X_SPAN;
-#ifndef X_GROUPS
-#define X_GROUPS (MXK_MULTIPLY == 0 && TOKENS <= 64 ? 4 : 2)
-#endif
-constexpr int GROUPS = X_GROUPS;   // warpgroups of consumers
-constexpr int UNITS = 4 / GROUPS;  // of 64 weight rows, of each
+constexpr int SPAN = TOKENS <= 64 && ROOMY ? 4 : 2;
+// Warpgroups of consumers, and units of 64 weight rows that each multiplies. With WGMMA and few tokens, four fill each
+// other's waits from one deep ring, where two blocks a multiprocessor had rings of two stages.
+constexpr int GROUPS = MXK_MULTIPLY == 0 && TOKENS <= 64 ? 4 : 2;
+constexpr int UNITS = ROWS / 64 / GROUPS;
 // Steps of 16 columns whose products are started at once: fewer waits, but more registers for fragments, which tcgen05 has, as
 // its sums are not in registers.
-#ifndef X_STEPS
-#define X_STEPS (MXK_MULTIPLY == 2 ? 4 : TOKENS <= 128 ? 2 : 1)
-#endif
-constexpr int GROUP_STEPS = X_STEPS;
+constexpr int GROUP_STEPS = MXK_MULTIPLY == 2 ? 4 : TOKENS <= 128 ? 2 : 1;
 constexpr int SPAN_BYTES = SPAN * PACKED_BYTES;
 constexpr int TOKEN_BYTES = TOKENS * BLOCK_BYTES;  // of one block
 constexpr int WEIGHTS = SPAN * TOKEN_BYTES;        // where they lie in a stage
@@ -41,24 +34,21 @@ constexpr bool STAGED = GROUP_LOG == 5 && SCALE_BYTES <= 2 && !MXK_ZEROS;
 constexpr int SCALES = WEIGHTS + ROWS * SPAN_BYTES;
 constexpr int ROW_SCALES = STAGED ? 2 * SPAN * SCALE_BYTES : 0;  // bytes of a row and stage: 4 to 16
 constexpr int STAGE_BYTES = (SCALES + ROWS * ROW_SCALES + 1023) / 1024 * 1024;
-// Few tokens leave registers for a second block, whose unpacking fills the first's waits.
-#ifndef X_BLOCKS
-#define X_BLOCKS (GROUPS == 2 && STAGED && TOKENS <= 32 && ROOMY ? 2 : 1)
-#endif
-constexpr int BLOCKS = X_BLOCKS;  // of a multiprocessor
+// Of a multiprocessor: with few tokens and two warpgroups there are registers for a second block.
+constexpr int BLOCKS = GROUPS == 2 && STAGED && TOKENS <= 32 && ROOMY ? 2 : 1;
 constexpr int RING_BYTES = (MXK_SHARED - 5 * 1024) / BLOCKS - 1024;
 constexpr int STAGES = RING_BYTES / STAGE_BYTES < 8 ? RING_BYTES / STAGE_BYTES : 8;
 static_assert(STAGES >= 2, "shared memory of a block");
 constexpr int COPIERS = 64;               // threads that copy weights
 constexpr int SCALERS = STAGED ? 32 : 0;  // threads that copy scales
-// Tiles whose lists are in use: the producers may be a tile a stage ahead, and both warpgroups at the end of one.
+// Tiles whose lists are in use: the producers may be a tile a stage ahead, and warpgroups at the end of one.
 constexpr int LISTS = STAGES + 2;
 constexpr int PRODUCERS = 128;
 constexpr int CONSUMERS = GROUPS * 128;
 constexpr int THREADS = PRODUCERS + CONSUMERS;
-// Together at most what a block starts with, or setmaxnreg waits for ever.
+// Of a thread. setmaxnreg shares out what a block starts with: it waits for ever for more.
 constexpr int START_REGISTERS = 65536 / BLOCKS / THREADS / 8 * 8;
-constexpr int PRODUCER_REGISTERS = BLOCKS == 2 ? 48 : GROUPS == 4 ? 56 : TOKENS <= 144 ? 56 : 40;
+constexpr int PRODUCER_REGISTERS = BLOCKS == 2 ? 48 : TOKENS <= 144 ? 56 : 40;
 constexpr int CONSUMER_REGISTERS = (START_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCERS) / CONSUMERS / 8 * 8;
 
 enum Product { GATE_UP, DOWN, PROJECT };
@@ -88,7 +78,7 @@ struct List {
   i32 target[TOKENS];
 };
 
-using Sums = float[UNITS][TOKENS / 2];         // of a lane: its units, fragments of D
+using Sums = float[UNITS][TOKENS / 2];        // of a lane: its units, fragments of D
 using Fragment = u32[GROUP_STEPS][UNITS][4];  // of each step and unit
 
 // What `Products` of prefill_wgmma.cuh and prefill_mma.cuh share, whose sums are in registers. `Products` are one consumer
@@ -108,7 +98,7 @@ struct RegisterSums {
   __device__ __forceinline__ void end() {}
 };
 
-// Scales of one block of a lane's four weight rows: both units, and rows g and g + 8 (gate and up) of a fragment.
+// Scales of one block of a lane's weight rows: its units, and rows g and g + 8 (gate and up) of a fragment.
 struct Scales {
   Scale of[UNITS][2];
 };

@@ -67,8 +67,8 @@ __device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fr
   }
 #pragma unroll
   for (int first = 0; first < 4; first += GROUP_STEPS) {
-    products.wait((GROUP_STEPS == 4 ? BLOCK_OF_STAGE == 1 : BLOCK_OF_STAGE == 0 && first == GROUP_STEPS) && leader, used);
-    Fragment& group = fragment[(4 * BLOCK_OF_STAGE + first) / GROUP_STEPS & 1];
+    products.wait(BLOCK_OF_STAGE == 0 && first == GROUP_STEPS && leader, used);
+    Fragment& group = fragment[first / GROUP_STEPS & 1];
 #pragma unroll
     for (int i = 0; i < GROUP_STEPS; ++i) {
       const int step = first + i;
