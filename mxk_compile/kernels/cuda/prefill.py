@@ -32,7 +32,6 @@ ROUTING = struct.Struct("=10Q6q16i")
 ROUTING_CHANGING = ((0, struct.Struct("=10Q")),)
 BLOCK, ROW_BYTES = 64, 128  # columns of a block of activations, and its bytes a row
 ROW_STEP = 16  # an expert's rows begin at multiples of it
-GEMM_THREADS = 384
 SORT_THREADS, GATHER_WARPS, _SUM_THREADS = 1024, 8, 256
 _SEGMENT = 1024  # columns of a row that a warp gathers
 MOST_EXPERTS, MOST_TOP_K = 1024, 64
@@ -58,7 +57,8 @@ def product(
     module = library(tokens, weight, scales_small, name == "prefill_project", device, rows)
     shared = module.constant("prefill_shared")
     layout = (MAPPED_GEMM, _MAPPED_CHANGING) if rows == IN_PLACE else (GEMM, GEMM_CHANGING)
-    kernel = Kernel(module.kernel(name), *layout, GEMM_THREADS, shared, overlap=True)
+    threads = module.constant("prefill_threads")
+    kernel = Kernel(module.kernel(name), *layout, threads, shared, overlap=True)
     return kernel, module.constant("prefill_blocks")
 
 
