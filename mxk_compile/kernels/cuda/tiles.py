@@ -41,19 +41,16 @@ def product_us(rows: float, *, even: bool = False, most: int = TILE_SIZES[-1]) -
 def rows_stay(outputs: int, size: int, ordered: bool) -> bool:
     """Whether prefill.cu reads rows of a projection where they lie, and no launch brings them into blocks before.
 
-    What it saves is that launch's bytes, as many for few outputs as for many. What it costs is a share of the product:
-    columns in their natural order 3 % with 128 rows a tile, 7 with 96 and 20 with 48; rows that lie apart, which
-    threads copy in place of bulk copies, 10 % more. The limits are where both came to the same on an H200.
+    What it saves is that launch's bytes, as many for few outputs as for many. What it costs is a share of the product, for
+    columns in their natural order: 10 % with 128 rows a tile, 15 with 64; rows that lie apart, which threads copy in
+    place of bulk copies, 15 to 20 %. The limits are where both came to the same on an H200.
 
     Args:
         outputs: N.
         size: rows of the largest tile.
         ordered: whether an expert's rows lie one behind the other.
     """
-    return (size >= _ORDERED_STAY or outputs <= 24 * size) if ordered else outputs <= 12 * size
-
-
-_ORDERED_STAY = 112  # from so many rows a tile on, for up to 11000 outputs
+    return outputs <= (32 if ordered else 12) * size
 
 
 def likely_rows(rows: float, even: bool) -> dict[int, float]:
