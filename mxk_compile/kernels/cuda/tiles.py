@@ -41,8 +41,8 @@ def product_us(rows: float, *, even: bool = False, most: int = TILE_SIZES[-1]) -
 def rows_stay(outputs: int, size: int, ordered: bool) -> bool:
     """Whether prefill.cu reads rows of a projection where they lie, and no launch brings them into blocks before.
 
-    What it saves is that launch's bytes, as many for few outputs as for many. What it costs is a share of the product, for
-    columns in their natural order: 10 % with 128 rows a tile, 15 with 64; rows that lie apart, which threads copy in
+    What it saves is that launch's bytes, as many for few outputs as for many. What it costs is a share of the product:
+    for columns in their natural order 10 % with 128 rows a tile, 15 with 64; rows that lie apart, which threads copy in
     place of bulk copies, 15 to 20 %. The limits are where both came to the same on an H200.
 
     Args:
