@@ -79,6 +79,12 @@ __device__ __forceinline__ u32 load_shared_4(u32 address) {
   return v;
 }
 
+__device__ __forceinline__ u32 load_shared_2(u32 address) {
+  u16 v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+  return v;
+}
+
 // WORDS words, 1, 2 or 4, that lie on as many.
 template <int WORDS>
 __device__ __forceinline__ void load_shared(u32 (&words)[WORDS], u32 address) {
