@@ -50,7 +50,10 @@ def rows_stay(outputs: int, size: int, ordered: bool) -> bool:
         size: rows of the largest tile.
         ordered: whether an expert's rows lie one behind the other.
     """
-    return outputs <= (32 if ordered else 12) * size
+    return size > _SMALL_TILE and outputs <= (32 if ordered else 12) * size
+
+
+_SMALL_TILE = 64  # of four warpgroups of consumers, with which rows that stay were not timed
 
 
 def likely_rows(rows: float, even: bool) -> dict[int, float]:

@@ -36,8 +36,8 @@ def test_more_rows_never_want_smaller_tiles_by_much() -> None:
         (4096, 128, True, True),
         (7168, 176, True, False),
         (4096, 64, True, False),
-        (512, 48, True, True),
-        (512, 48, False, True),
+        (512, 64, True, False),
+        (512, 96, False, True),
         (4096, 176, False, False),
     ],
 )
