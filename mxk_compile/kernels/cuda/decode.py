@@ -20,8 +20,8 @@ from mxk_compile.kernels.empty import maker
 
 # struct Decode of decode.cuh; of a layer's call, only addresses change.
 MAPS = 4 * maps.MAP_BYTES
-DECODE = struct.Struct(f"={MAPS}s3Q7Q{OPERAND * 8}8q15i2f44x")  # the end fills its alignment of 64
-_CHANGING = ((struct.calcsize(f"={MAPS}s3Q"), struct.Struct("=7Q")),)
+DECODE = struct.Struct(f"={MAPS}s3Q8Q{OPERAND * 8}8q15i2f36x")  # the end fills its alignment of 64
+_CHANGING = ((struct.calcsize(f"={MAPS}s3Q"), struct.Struct("=8Q")),)
 _COUNTER_BYTES = 4096  # COUNTER_BYTES of decode.cuh
 _MOST_COUNTERS = 4096  # of a device: one a stream, and one a launch in a CUDA graph
 
@@ -185,14 +185,16 @@ class Decode:
         )
         argument = DECODE.pack(
             *(encoded, 0 if self._maps is None else self._maps.data_ptr()),
-            *[0] * 9,
+            *[0] * 10,
             *(field for part in parts for field in part.fields),
             *(call.x_stride, 0, 0, *call.ids_stride, *call.weights_stride, call.experts_min, call.num_tokens),
             *(*call.ids_type, call.weights_type, operands.b13.dtype, operands.b2.dtype, activation(desc)),
             *(operands.gate_row, operands.up_row, operands.up_expert, *[0] * 5, call.alpha, call.limit),
         )
         self._h_bytes = -(-2 * routes * desc.intermediate_size // 256) * 256
-        self._new_scratch = maker("cuda", (self._h_bytes + 4 * routes * desc.hidden_size,), torch.uint8)
+        self._parts_at = self._h_bytes + 4 * routes * desc.hidden_size
+        parts_bytes = Split.of(macros).parts_bytes(multiprocessors(call.device), desc.intermediate_size // 8)
+        self._new_scratch = maker("cuda", (self._parts_at + parts_bytes,), torch.uint8)
         self._new_out = maker("cuda", call.out_shape, torch.bfloat16)
         self._launch = kernel.bind(call.device, multiprocessors(call.device), argument)
         self._of_stream = _of_stream(call.device)
@@ -208,6 +210,6 @@ class Decode:
         base = scratch.data_ptr()
         self._launch(
             *(stream, hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr()),
-            *(out.data_ptr(), base, base + self._h_bytes, counters),
+            *(out.data_ptr(), base, base + self._h_bytes, base + self._parts_at, counters),
         )
         return out

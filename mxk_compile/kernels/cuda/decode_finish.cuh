@@ -91,7 +91,7 @@ __device__ __forceinline__ float plain_product(const Decode& p, const Source<P>&
   if constexpr (MXK_ZEROS) zeros = from.zeros(half) + row * P::ROW_SCALES;
   const u16* x = reinterpret_cast<const u16*>(activations<P>(p, route));
   float sum = 0.0f;
-  for (int at = threadIdx.x & 31; at < P::BYTES; at += 32) {
+  for (int at = threadIdx.x & 31; at < P::BYTES * P::PARTS; at += 32) {
     const float scale = plain_scale(scales, 2 * at);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -121,6 +121,15 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
     for (int share = 0; share < SHARES; ++share) {
       const uint2 part = load_shared_8(sums + (share * TILE_UNITS + unit) * SUM + n * 256 + lane * 8);
       value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
+    }
+    if constexpr (P::PARTS > 1) {  // to and from the same lane: nobody waits
+      const int at = (blockIdx.x * P::UNITS + walk.first + unit) * SUM + n * 256 + lane * 8;
+      uint2* sum = reinterpret_cast<uint2*>(p.parts + static_cast<u32>(at));
+      if (walk.part > 0) value[0] += __uint_as_float(sum->x), value[1] += __uint_as_float(sum->y);
+      if (walk.part < P::PARTS - 1) {
+        *sum = make_uint2(__float_as_uint(value[0]), __float_as_uint(value[1]));
+        continue;
+      }
     }
     if (P::PAIRED && g >= 4) {  // as `slot_row` has it
       const float low = value[0];
@@ -160,21 +169,25 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
   }
 }
 
-// The units of all tiles take turns: `warp` has every EPILOGUE-th.
+// The unit of a tile that is this warp's: every EPILOGUE-th of an expert.
+template <class P>
+__device__ __forceinline__ int unit_of(const Walk<P>& walk, int warp) {
+  return TILE_UNITS == EPILOGUE ? warp : (warp + EPILOGUE - walk.first % EPILOGUE) % EPILOGUE;
+}
+
 template <class P>
 __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, int warp, u32 shared, Turn& turn) {
   static_assert(TILE_UNITS <= EPILOGUE, "a warp has one unit of a tile at most");
-  constexpr int MORE = TILE_UNITS % EPILOGUE;
   Walk<P> walk(routes.blocks);
   bool more = walk.next();
-  int unit = warp, next_unit;  // of the tile
+  int unit = unit_of<P>(walk, warp), next_unit;
   float bias[2];
   if (more) load_bias<P>(p, routes, walk, unit, bias);
   while (more) {
     Walk<P> ahead = walk;  // its biases, whose way from memory is long
     float next_bias[2];
     more = ahead.next();
-    next_unit = MORE == 0 ? unit : unit >= MORE ? unit - MORE : unit - MORE + EPILOGUE;
+    next_unit = unit_of<P>(ahead, warp);
     if (more) load_bias<P>(p, routes, ahead, next_unit, next_bias);
     barrier_wait(shared + AT_BARRIERS + AT_SUMS_FULL + 8 * turn.slot, turn.parity);
     const bool mine = unit < walk.count;

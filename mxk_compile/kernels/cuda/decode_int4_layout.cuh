@@ -11,31 +11,32 @@ constexpr int THREADS = (CONSUMERS + HELPERS) * 32;
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int HELPER_REGISTERS = 88;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
-constexpr int CHUNK = MXK_CHUNK;
+constexpr int CHUNK = lesser(MXK_CHUNK, 126);  // a box has up to 256 elements a row, of 8 bytes at most
 constexpr int MOST_BOX = 1024;  // bytes of a row of a box of 32-bit elements
 
 // Work comes in units of 16 weight rows, a warp's part of a product; a tile is up to 4 of them, a warpgroup's.
 constexpr int UNIT = 16, TILE_UNITS = MXK_UNITS, TILE_ROWS = UNIT * TILE_UNITS;
 
-// One projection: COLUMNS of the dot product; units of (gate, up) rows where PAIRS.
-template <int COLUMNS, bool PAIRS_, int OUTPUTS>
+// One projection: COLUMNS of the dot product, one of PARTS equal parts of them; units of (gate, up) rows where PAIRS.
+template <int COLUMNS, int PARTS_, bool PAIRS_, int OUTPUTS>
 struct Projection {
   static constexpr bool PAIRS = PAIRS_;
+  static constexpr int PARTS = PARTS_;
   static constexpr int UNIT_OUTPUTS = PAIRS ? 8 : 16, UNITS = OUTPUTS / UNIT_OUTPUTS;  // of an expert
   static constexpr int BYTES = COLUMNS / 2, GROUPS = COLUMNS / 32;
-  static constexpr int BATCH = lesser(GROUPS, 4), BATCHES = (GROUPS + BATCH - 1) / BATCH;
-  // A slot holds a chunk of a tile's columns, about CHUNK * 16 bytes a row.
+  // A slot holds a chunk of a tile's columns, about CHUNK * 16 bytes a row; a warp has STEPS groups of every chunk.
   static constexpr int CHUNKS = (GROUPS + CHUNK - 1) / CHUNK;
-  static constexpr int CHUNK_BATCHES = (BATCHES + CHUNKS - 1) / CHUNKS, CHUNK_GROUPS = CHUNK_BATCHES * BATCH;
+  static constexpr int STEPS = (GROUPS + CHUNKS * SHARES - 1) / (CHUNKS * SHARES), CHUNK_GROUPS = STEPS * SHARES;
+  static constexpr bool RAGGED = CHUNKS * CHUNK_GROUPS != GROUPS;
   // An odd multiple of 16: eight rows' words of four lanes lie in different banks.
   static constexpr int STRIDE = CHUNK_GROUPS * 16 + (CHUNK_GROUPS % 2 ? 0 : 16);
   static constexpr int WORD = STRIDE > MOST_BOX ? 8 : 4;  // bytes of a box's elements
   static_assert(STRIDE <= 2 * MOST_BOX, "a row of a box");
   static constexpr int SLOT = TILE_ROWS * STRIDE;
   // Scales of a tile: copied as they lie in memory, whole rows, to a place that starts up to 15 bytes early. Row by row, and
-  // padded, where they would lie in the same banks. Zero points: whole always.
+  // padded, where they would lie in the same banks; then those of this part. Zero points: whole always.
   static constexpr bool SEPARATE = PAIRS && !MXK_INTERLEAVED, PAIRED = PAIRS && MXK_INTERLEAVED;
-  static constexpr int ROW_SCALES = GROUP_LOG == 31 ? 1 : COLUMNS >> GROUP_LOG;
+  static constexpr int ROW_SCALES = GROUP_LOG == 31 ? 1 : COLUMNS * PARTS >> GROUP_LOG;
   static constexpr int PADDED_ROW = GROUP_LOG == 31 || COLUMNS % (1 << GROUP_LOG % 31) ? 1 : (COLUMNS >> GROUP_LOG) * SCALE_BYTES;
   static constexpr bool PADDED = PADDED_ROW % 16 == 0 && PADDED_ROW + 16 <= MOST_BOX;
   static constexpr int SCALE_ROW = PADDED ? PADDED_ROW : ROW_SCALES * SCALE_BYTES;
@@ -60,12 +61,13 @@ struct Projection {
     return MXK_ALIGNED && !PADDED ? (static_cast<u32>(first_unit) * (SEPARATE ? 8 : UNIT) * SCALE_ROW) & 15 : 0;
   }
   __device__ static u32 zero_skew(int first_unit) { return (static_cast<u32>(first_unit) * (SEPARATE ? 8 : UNIT) * ROW_SCALES) & 15; }
-  // Activations of a column block: bf16, and a sum of each group.
-  static constexpr int DIGITS = round_up(BATCHES * BATCH * 272 * NT, 128);
+  // Of a column block: sums of the activations in a group.
+  static constexpr int DIGITS = round_up(CHUNKS * CHUNK_GROUPS * 16 * NT, 128);
 };
 // Of the down projection only where there are no others: a projection by itself.
-using GateUp = Projection<PROJECT ? 32 : K, true, PROJECT ? 8 : I>;
-using Down = Projection<I, false, K>;
+using GateUp = Projection<PROJECT ? 32 : K / MXK_PARTS, PROJECT ? 1 : MXK_PARTS, true, PROJECT ? 8 : I>;
+using Down = Projection<PROJECT ? I / MXK_PARTS : I, PROJECT ? MXK_PARTS : 1, false, K>;
+static_assert((PROJECT ? I : K) % (32 * MXK_PARTS) == 0, "parts");
 
 constexpr int SLOT = greater(GateUp::SLOT, Down::SLOT);
 constexpr int SCALES = greater(GateUp::SCALES, Down::SCALES);

@@ -126,10 +126,10 @@ __device__ __forceinline__ u32 whole_bytes(int units, u32 row, u32 skew) {
   return round_up(skew + units * (P::SEPARATE ? 8 : UNIT) * row, 16);
 }
 template <class P>
-__device__ __forceinline__ void copy_scales(const Source<P>& from, int first, int units, u32 to, u32 barrier, u64 policy) {
+__device__ __forceinline__ void copy_scales(const Source<P>& from, int first, int units, int part, u32 to, u32 barrier, u64 policy) {
   const int lane = threadIdx.x & 31;
   if constexpr (P::PADDED) {
-    copy_units<P>(from, true, first, units, 0, to, P::SCALE_STRIDE, barrier, policy);
+    copy_units<P>(from, true, first, units, part * (P::SCALE_ROW / 4), to, P::SCALE_STRIDE, barrier, policy);
   } else if (lane < (P::SEPARATE ? 2 : 1)) {
     const u32 skew = P::skew(first);
     copy_streamed(to + lane * P::HALF_SCALES, from.scales(lane) + from.row(first, 0, lane) * P::SCALE_ROW - skew,
@@ -185,8 +185,9 @@ __device__ __forceinline__ void copy_rows(const Decode& p, const Routes& routes,
         if (lane == 0)
           barrier_arrive_expect(full, walk.count * UNIT * P::STRIDE + (chunk == 0 ? scale_bytes<P>(walk.first, walk.count) : 0));
         __syncwarp();
-        if (chunk == 0) copy_scales<P>(from, walk.first, walk.count, scales, full, policy);
-        copy_units<P>(from, false, walk.first, walk.count, chunk * P::CHUNK_GROUPS * (16 / P::WORD), slot, P::STRIDE, full, policy);
+        if (chunk == 0) copy_scales<P>(from, walk.first, walk.count, walk.part, scales, full, policy);
+        copy_units<P>(from, false, walk.first, walk.count, walk.part * (P::BYTES / P::WORD) + chunk * P::CHUNK_GROUPS * (16 / P::WORD),
+                      slot, P::STRIDE, full, policy);
       } else {
         copy_slowly<P>(from, walk.first, walk.count, chunk, groups, slot, scales);
         __syncwarp();
