@@ -90,7 +90,7 @@ LAYERS: dict[str, tuple[str, Callable[..., MoECase]]] = {
 """Name in SPLITS, and what makes the case; it may be told a device."""
 FORMATS = [
     *((32, False, torch.bfloat16), (32, True, torch.float16)),
-    *((64, False, torch.float32), (256, True, torch.bfloat16)),
+    *((64, False, torch.float32), (0, True, torch.bfloat16)),  # 0: a row
 ]
 
 
@@ -103,6 +103,7 @@ def weight(
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Random packed words, scales and zero points of a projection."""
+    group = group or inputs
     generator = torch.Generator().manual_seed(outputs + inputs + group)
     codes = torch.randint(0, 16, (num_experts, outputs, inputs), generator=generator, dtype=torch.uint8)
     scale = torch.rand(num_experts, outputs, inputs // group, generator=generator) * 0.04 + 0.005
