@@ -67,8 +67,8 @@ def _formats(call: Call) -> tuple[Format, Format]:
     )
 
 
-def _encoded_maps(call: Call, library: Library) -> tuple[bytes, Tensor | None]:
-    """Of w13, its scales, w2 and its scales, as `maps.encode` has them."""
+def _encoded_maps(call: Call, library: Library, parts: int) -> tuple[bytes, Tensor | None]:
+    """Of w13, its scales, w2 and its scales, as `maps.encode` has them; the first two's rows in `parts`."""
     desc, operands = call.desc, call.operands
     if not operands.aligned(desc):
         return bytes(MAPS), None
@@ -84,8 +84,8 @@ def _encoded_maps(call: Call, library: Library) -> tuple[bytes, Tensor | None]:
         )
     )
     matrices = (
-        maps.Matrix(operands.w13, *sizes13, hidden // 2, box13, box["box13"]),
-        maps.Matrix(operands.s13, *sizes13, scales13, box13, box["scales13"]),
+        maps.Matrix(operands.w13, *sizes13, hidden // 2, box13, box["box13"], parts),
+        maps.Matrix(operands.s13, *sizes13, scales13, box13, box["scales13"], parts),
         maps.Matrix(operands.w2, *sizes2, intermediate // 2, 16, box["box2"]),
         maps.Matrix(operands.s2, *sizes2, scales2, 16, box["scales2"]),
     )
@@ -172,7 +172,8 @@ class Decode:
         given = tuple(sorted((chosen | settled).items()))
         device = served(call.device)
         kernel = _kernel(given, device)
-        encoded, self._maps = _encoded_maps(call, _library(given, device))
+        split = Split.of(macros)
+        encoded, self._maps = _encoded_maps(call, _library(given, device), split.parts)
         parts = (
             operands.w13,
             operands.s13,
@@ -193,7 +194,7 @@ class Decode:
         )
         self._h_bytes = -(-2 * routes * desc.intermediate_size // 256) * 256
         self._parts_at = self._h_bytes + 4 * routes * desc.hidden_size
-        parts_bytes = Split.of(macros).parts_bytes(multiprocessors(call.device), desc.intermediate_size // 8)
+        parts_bytes = split.parts_bytes(multiprocessors(call.device), desc.intermediate_size // 8)
         self._new_scratch = maker("cuda", (self._parts_at + parts_bytes,), torch.uint8)
         self._new_out = maker("cuda", call.out_shape, torch.bfloat16)
         self._launch = kernel.bind(call.device, multiprocessors(call.device), argument)

@@ -75,7 +75,9 @@ constexpr int DIGITS = greater(GateUp::DIGITS, Down::DIGITS);
 constexpr int SUM = NT * 256, SUM_SET = SHARES * TILE_UNITS * SUM;  // partial sums: of a unit; of a tile
 // Of column blocks expert, first row and rows; then of routes.
 constexpr int LIST_BYTES = (PROJECT == MASKED ? 3 : 6) * 2 * MAX_ROUTES, ROUTER_BYTES = PROJECT ? 0 : 4 * MAX_ROUTES;
-constexpr int LISTS = round_up(4 * E, 16) * 2 + LIST_BYTES + ROUTER_BYTES + 16;
+// Of each 32 routes a byte an expert, while they are sorted, if that is not much.
+constexpr int COUNTED = PROJECT == MASKED ? 0 : round_up(MAX_ROUTES, 32) / 32 * E, COUNT_BYTES = COUNTED <= 4096 ? round_up(COUNTED, 16) : 0;
+constexpr int LISTS = round_up(4 * E, 16) * 2 + LIST_BYTES + ROUTER_BYTES + COUNT_BYTES + 16;
 constexpr int BARRIERS = 256;
 // A ring of `stages` slots wants scales of the tile that is read and of those that the other slots belong to.
 constexpr int CHUNKS = PROJECT ? Down::CHUNKS : lesser(GateUp::CHUNKS, Down::CHUNKS);
@@ -99,7 +101,8 @@ constexpr int AT_COUNTS = AT_BARRIERS + BARRIERS;
 constexpr int AT_OFFSETS = AT_COUNTS + round_up(4 * E, 16);
 constexpr int AT_LISTS = AT_OFFSETS + round_up(4 * E, 16);
 constexpr int AT_ROUTER = AT_LISTS + LIST_BYTES;  // fp32
-constexpr int AT_END = AT_ROUTER + ROUTER_BYTES;
+constexpr int AT_COUNTS_OF = AT_ROUTER + ROUTER_BYTES;
+constexpr int AT_END = AT_COUNTS_OF + COUNT_BYTES;
 constexpr int SHARED = round_up(AT_END + 16, 128);
 static_assert(STAGES >= 2 && SHARED <= SHARED_LIMIT, "shared memory of a block");
 

@@ -97,14 +97,13 @@ class DecodeProjection:
             "MXK_TOP_K": first.shape[1] if overload == "routes" else 1,
             "MXK_X_ALIGNED": int(x_aligned),
         }
+        split = Split.of(schedule.macros)
         kernel, library = _kernel(tuple(sorted(given.items())), served(device))
-        matrices = (
-            maps.Matrix(
-                parts[0], num_experts, outputs, weight.columns // 2, 16, library.constant("decode_box2")
-            ),
-            maps.Matrix(
-                parts[1], num_experts, outputs, weight.scale_bytes, 16, library.constant("decode_scales2")
-            ),
+        boxes = (library.constant("decode_box2"), library.constant("decode_scales2"))
+        row_bytes_of = (weight.columns // 2, weight.scale_bytes)
+        matrices = tuple(
+            maps.Matrix(part, num_experts, outputs, row, 16, box, split.parts)
+            for part, row, box in zip(parts, row_bytes_of, boxes, strict=False)
         )
         encoded, _ = maps.encode(matrices, device)
         x_stride, x_inner, out_stride = strides
@@ -123,7 +122,7 @@ class DecodeProjection:
             *(0, 0, 0, 0, 0, 0, 0),
             *(x_rows, num_rows, first.shape[0], block_size, blocks, 0.0, 0.0),
         )
-        parts_bytes = Split.of(schedule.macros).parts_bytes(multiprocessors(device), outputs // 16)
+        parts_bytes = split.parts_bytes(multiprocessors(device), outputs // 16)
         self._new_parts = maker("cuda", (parts_bytes,), torch.uint8) if parts_bytes else None
         self._launch = kernel.bind(device, multiprocessors(device), argument)
 

@@ -68,7 +68,7 @@ class Split:
         return blocks * units * 256 * self.column_tiles if self.parts > 1 else 0
 
     def _divided(self, groups: int) -> tuple[int, int]:
-        """Chunks of a row with so many groups of columns, a warp's groups of a chunk: CHUNKS and STEPS of the source."""
+        """Chunks of a row with so many groups of columns, a warp's groups of a chunk: the source's CHUNKS, STEPS."""
         chunks = -(-groups // min(self.chunk, _CHUNK))
         return chunks, -(-groups // (chunks * 4 * self.groups))
 
@@ -86,6 +86,7 @@ class Split:
             scales = max(scales, 16 * self.units * (padded + weight.zero_bytes) + 256)
         sums = 4 * self.groups * self.units * 256 * self.column_tiles  # in two places if that fits
         lists = 8 * num_experts + (6 if masked else 16) * self.max_routes + 24 * 4 * self.column_tiles + 1024
+        lists += 0 if masked else 4096  # at most
         scale_stages = 1 + math.ceil((_FEWEST_STAGES - 1) / fewest_chunks)
         return _FEWEST_STAGES * slot + sums_of_rows + scale_stages * scales + sums + lists
 

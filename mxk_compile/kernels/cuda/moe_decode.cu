@@ -63,6 +63,15 @@ __device__ __forceinline__ void start_barriers(const Decode& p, u32 barriers) {
   }
 }
 
+// The rows of x that a launch will want, towards the L2, while the routes are sorted: each thread a line.
+__device__ __forceinline__ void fetch_activations(const Decode& p) {
+  constexpr u32 LINE = 128, LINES = (PROJECT ? I : K) * 2 / LINE;
+  const u32 rows = PROJECT ? p.rows / p.x_rows : p.tokens;
+  if (IS_MXFP4 || PROJECT == MASKED) return;  // of masked rows most are not wanted
+  for (u32 at = blockIdx.x * THREADS + threadIdx.x; at < rows * LINES; at += gridDim.x * THREADS)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.x + (at / LINES * p.x_stride * 2 + at % LINES * LINE)));
+}
+
 #if MXK_PROJECT
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_project(const __grid_constant__ Decode p) {
   extern __shared__ __align__(128) u8 memory[];
@@ -70,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_project(const __
   let_later_kernels_start();
   start_barriers(p, shared + AT_BARRIERS);
   wait_for_earlier_kernels();
+  fetch_activations(p);
   const Routes routes = sort_routes(p, memory);
   const int warp = threadIdx.x >> 5;
   if (warp < HELPERS) {
@@ -90,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
   let_later_kernels_start();
   start_barriers(p, shared + AT_BARRIERS);
   wait_for_earlier_kernels();
+  fetch_activations(p);
   const GridBarrier rows_ready(p.counters);
   const Routes routes = sort_routes(p, memory);
   const int warp = threadIdx.x >> 5;
