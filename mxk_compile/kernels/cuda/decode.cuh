@@ -31,9 +31,6 @@
 #ifndef MXK_UNITS
 #define MXK_UNITS 1  // INT4: units of 16 rows in a slot
 #endif
-#ifndef MXK_PARTS
-#define MXK_PARTS 1  // INT4: of a projection's columns, one after the other; of gate/up in a layer
-#endif
 #ifndef MXK_PROJECT
 #define MXK_PROJECT 0  // Rows + 1 where the module is a projection
 #endif
@@ -76,7 +73,6 @@ struct Decode {
   u8* out;  // bf16; of a layer contiguous
   u8* h;
   u8* y;
-  u8* parts;      // sums of the columns before, fp32: of each block UNITS * NT * 64
   u32* counters;  // from x, or two before it, to here addresses, which differ from call to call
   Operand w13, s13, b13;  // with row_step 1 and separate stacks: up rows are expert + up_expert
   Operand w2, s2, b2;
@@ -140,7 +136,6 @@ __host__ __device__ constexpr int batch_of(int groups) {
 template <int COLUMNS, bool PAIRS_, int OUTPUTS>
 struct Projection {
   static constexpr bool PAIRS = PAIRS_;
-  static constexpr int PARTS = 1;
   static constexpr int UNIT_OUTPUTS = PAIRS ? 8 : 16, UNITS = OUTPUTS / UNIT_OUTPUTS;  // of an expert
   static constexpr int BYTES = COLUMNS / 2, GROUPS = COLUMNS / 32;
   static constexpr int BATCH = batch_of(GROUPS), BATCHES = (GROUPS + BATCH - 1) / BATCH;

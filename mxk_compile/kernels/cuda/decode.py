@@ -20,8 +20,8 @@ from mxk_compile.kernels.empty import maker
 
 # struct Decode of decode.cuh; of a layer's call, only addresses change.
 MAPS = 4 * maps.MAP_BYTES
-DECODE = struct.Struct(f"={MAPS}s3Q8Q{OPERAND * 8}8q15i2f36x")  # the end fills its alignment of 64
-_CHANGING = ((struct.calcsize(f"={MAPS}s3Q"), struct.Struct("=8Q")),)
+DECODE = struct.Struct(f"={MAPS}s3Q7Q{OPERAND * 8}8q15i2f44x")  # the end fills its alignment of 64
+_CHANGING = ((struct.calcsize(f"={MAPS}s3Q"), struct.Struct("=7Q")),)
 _COUNTER_BYTES = 4096  # COUNTER_BYTES of decode.cuh
 _MOST_COUNTERS = 4096  # of a device: one a stream, and one a launch in a CUDA graph
 
@@ -67,8 +67,8 @@ def _formats(call: Call) -> tuple[Format, Format]:
     )
 
 
-def _encoded_maps(call: Call, library: Library, parts: int) -> tuple[bytes, Tensor | None]:
-    """Of w13, its scales, w2 and its scales, as `maps.encode` has them; the first two's rows in `parts`."""
+def _encoded_maps(call: Call, library: Library) -> tuple[bytes, Tensor | None]:
+    """Of w13, its scales, w2 and its scales, as `maps.encode` has them."""
     desc, operands = call.desc, call.operands
     if not operands.aligned(desc):
         return bytes(MAPS), None
@@ -84,8 +84,8 @@ def _encoded_maps(call: Call, library: Library, parts: int) -> tuple[bytes, Tens
         )
     )
     matrices = (
-        maps.Matrix(operands.w13, *sizes13, hidden // 2, box13, box["box13"], parts),
-        maps.Matrix(operands.s13, *sizes13, scales13, box13, box["scales13"], parts),
+        maps.Matrix(operands.w13, *sizes13, hidden // 2, box13, box["box13"]),
+        maps.Matrix(operands.s13, *sizes13, scales13, box13, box["scales13"]),
         maps.Matrix(operands.w2, *sizes2, intermediate // 2, 16, box["box2"]),
         maps.Matrix(operands.s2, *sizes2, scales2, 16, box["scales2"]),
     )
@@ -172,8 +172,7 @@ class Decode:
         given = tuple(sorted((chosen | settled).items()))
         device = served(call.device)
         kernel = _kernel(given, device)
-        split = Split.of(macros)
-        encoded, self._maps = _encoded_maps(call, _library(given, device), split.parts)
+        encoded, self._maps = _encoded_maps(call, _library(given, device))
         parts = (
             operands.w13,
             operands.s13,
@@ -186,16 +185,14 @@ class Decode:
         )
         argument = DECODE.pack(
             *(encoded, 0 if self._maps is None else self._maps.data_ptr()),
-            *[0] * 10,
+            *[0] * 9,
             *(field for part in parts for field in part.fields),
             *(call.x_stride, 0, 0, *call.ids_stride, *call.weights_stride, call.experts_min, call.num_tokens),
             *(*call.ids_type, call.weights_type, operands.b13.dtype, operands.b2.dtype, activation(desc)),
             *(operands.gate_row, operands.up_row, operands.up_expert, *[0] * 5, call.alpha, call.limit),
         )
         self._h_bytes = -(-2 * routes * desc.intermediate_size // 256) * 256
-        self._parts_at = self._h_bytes + 4 * routes * desc.hidden_size
-        parts_bytes = split.parts_bytes(multiprocessors(call.device), desc.intermediate_size // 8)
-        self._new_scratch = maker("cuda", (self._parts_at + parts_bytes,), torch.uint8)
+        self._new_scratch = maker("cuda", (self._h_bytes + 4 * routes * desc.hidden_size,), torch.uint8)
         self._new_out = maker("cuda", call.out_shape, torch.bfloat16)
         self._launch = kernel.bind(call.device, multiprocessors(call.device), argument)
         self._of_stream = _of_stream(call.device)
@@ -211,6 +208,6 @@ class Decode:
         base = scratch.data_ptr()
         self._launch(
             *(stream, hidden_states.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr()),
-            *(out.data_ptr(), base, base + self._h_bytes, base + self._parts_at, counters),
+            *(out.data_ptr(), base, base + self._h_bytes, counters),
         )
         return out

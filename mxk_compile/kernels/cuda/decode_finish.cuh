@@ -91,7 +91,7 @@ __device__ __forceinline__ float plain_product(const Decode& p, const Source<P>&
   if constexpr (MXK_ZEROS) zeros = from.zeros(half) + row * P::ROW_SCALES;
   const u16* x = reinterpret_cast<const u16*>(activations<P>(p, route));
   float sum = 0.0f;
-  for (int at = threadIdx.x & 31; at < P::BYTES * P::PARTS; at += 32) {
+  for (int at = threadIdx.x & 31; at < P::BYTES; at += 32) {
     const float scale = plain_scale(scales, 2 * at);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -128,15 +128,6 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
         const uint2 part = load_shared_8(sums + (share * TILE_UNITS + unit) * SUM + (base + n) * 256 + lane * 8);
         values[n][0] += __uint_as_float(part.x), values[n][1] += __uint_as_float(part.y);
       }
-    if constexpr (P::PARTS > 1) {  // to and from the same lane: nobody waits
-      uint2* sum = reinterpret_cast<uint2*>(p.parts + static_cast<i64>(blockIdx.x * P::UNITS + walk.first + unit) * SUM) + base * 32 + lane;
-#pragma unroll
-      for (int n = 0; n < ABREAST; ++n) {
-        if (walk.part > 0) values[n][0] += __uint_as_float(sum[n * 32].x), values[n][1] += __uint_as_float(sum[n * 32].y);
-        if (walk.part < P::PARTS - 1) sum[n * 32] = make_uint2(__float_as_uint(values[n][0]), __float_as_uint(values[n][1]));
-      }
-      if (walk.part < P::PARTS - 1) continue;
-    }
 #pragma unroll
     for (int n = 0; n < ABREAST; ++n) {
       const bool here = column_of(n) < count;

@@ -31,13 +31,13 @@ struct Rows {
   uint4 b[P::CHUNKS][P::STEPS][MMA_TILES];
 
   // `sums`: where those of this warp's groups go, fp32 [chunk][step][tile][8].
-  __device__ void bring(const Decode& p, const Routes& routes, int block, int part, int share, u32 sums) {
+  __device__ void bring(const Decode& p, const Routes& routes, int block, int share, u32 sums) {
     const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
     const int first = routes.first[block], count = routes.count[block];
 #pragma unroll
     for (int t = 0; t < MMA_TILES; ++t) {
       const int row = 8 * t + row_of(g);
-      const u8* from = activations<P>(p, routes.at(first + (row < count ? row : 0))) + part * (P::BYTES * 4) + q * 16;
+      const u8* from = activations<P>(p, routes.at(first + (row < count ? row : 0))) + q * 16;
 #pragma unroll
       for (int c = 0; c < P::CHUNKS; ++c)
 #pragma unroll
@@ -112,12 +112,12 @@ struct LaneRows {
 
 // This warp's groups of one chunk, of all units of a tile.
 template <class P>
-__device__ __forceinline__ void multiply_chunk(const LaneRows& at, const uint4 (&b)[P::STEPS][MMA_TILES], u32 sums, int first, int part,
+__device__ __forceinline__ void multiply_chunk(const LaneRows& at, const uint4 (&b)[P::STEPS][MMA_TILES], u32 sums, int first,
                                                float (&total)[TILE_UNITS][MMA_TILES][4]) {
   const int q = threadIdx.x & 3;
   // Groups that are not there have activations of 0: any scale of the row will do.
   const auto group_of = [&](int i) {
-    return (P::PADDED ? 0 : part * P::GROUPS) + (P::RAGGED ? min(first + i, P::GROUPS - 1) : first + i);
+    return P::RAGGED ? min(first + i, P::GROUPS - 1) : first + i;
   };
   float scales[TILE_UNITS][2][2];
 #pragma unroll
@@ -144,8 +144,7 @@ __device__ __forceinline__ void multiply_chunk(const LaneRows& at, const uint4 (
       float zero[2] = {1.0f, 1.0f};
       if constexpr (MXK_ZEROS) {
         const u32 of = at.zeros + u * (P::zero_at(1, 0, 0) - P::zero_at(0, 0, 0));
-        const int group = group_of(i) + (P::PADDED ? part * P::GROUPS : 0);
-        zero[0] = load_zero(of, group), zero[1] = load_zero(of + at.half_zeros, group);
+        zero[0] = load_zero(of, group_of(i)), zero[1] = load_zero(of + at.half_zeros, group_of(i));
       }
 #pragma unroll
       for (int t = 0; t < MMA_TILES; ++t) {
@@ -173,12 +172,12 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
   at.half_weights = (P::slot_row(g, 1) - P::slot_row(g, 0)) * P::STRIDE;
   at.half_scales = P::scale_at(0, g, 1) - P::scale_at(0, g, 0), at.half_zeros = P::zero_at(0, g, 1) - P::zero_at(0, g, 0);
   Rows<P> rows;
-  int block = -1, part = 0;
+  int block = -1;
 #pragma unroll 1
   for (Walk<P> walk(routes.blocks); walk.next(); turn.scales.advance(SCALE_STAGES), turn.sums.advance(SUM_STAGES)) {
-    if (walk.block != block || walk.part != part) {
-      block = walk.block, part = walk.part;
-      rows.bring(p, routes, block, part, share, sums);
+    if (walk.block != block) {
+      block = walk.block;
+      rows.bring(p, routes, block, share, sums);
     }
     const u32 scales = shared + AT_SCALES + turn.scales.slot * SCALES;
     at.scales = scales + P::skew(walk.first) + P::scale_at(0, g, 0);
@@ -188,7 +187,7 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
     for (int chunk = 0; chunk < P::CHUNKS; ++chunk, turn.slot.advance(STAGES)) {
       at.weights = shared + turn.slot.slot * SLOT + P::slot_row(g, 0) * P::STRIDE + share * (P::STEPS * 16) + q * 4;
       barrier_wait(barriers + AT_SLOT_FULL + 8 * turn.slot.slot, turn.slot.parity);
-      multiply_chunk<P>(at, rows.b[chunk], sums + chunk * (P::STEPS * 32 * MMA_TILES), chunk * P::CHUNK_GROUPS + share * P::STEPS, walk.part, total);
+      multiply_chunk<P>(at, rows.b[chunk], sums + chunk * (P::STEPS * 32 * MMA_TILES), chunk * P::CHUNK_GROUPS + share * P::STEPS, total);
       __syncwarp();
       if (lane == 0) barrier_arrive(barriers + AT_SLOT_EMPTY + 8 * turn.slot.slot);
     }

@@ -17,11 +17,10 @@ constexpr int MOST_BOX = 1024;  // bytes of a row of a box of 32-bit elements
 // Work comes in units of 16 weight rows, a warp's part of a product; a tile is up to 4 of them, a warpgroup's.
 constexpr int UNIT = 16, TILE_UNITS = MXK_UNITS, TILE_ROWS = UNIT * TILE_UNITS;
 
-// One projection: COLUMNS of the dot product, one of PARTS equal parts of them; units of (gate, up) rows where PAIRS.
-template <int COLUMNS, int PARTS_, bool PAIRS_, int OUTPUTS>
+// One projection: COLUMNS of the dot product; units of (gate, up) rows where PAIRS.
+template <int COLUMNS, bool PAIRS_, int OUTPUTS>
 struct Projection {
   static constexpr bool PAIRS = PAIRS_;
-  static constexpr int PARTS = PARTS_;
   static constexpr int UNIT_OUTPUTS = PAIRS ? 8 : 16, UNITS = OUTPUTS / UNIT_OUTPUTS;  // of an expert
   static constexpr int BYTES = COLUMNS / 2, GROUPS = COLUMNS / 32;
   // A slot holds a chunk of a tile's columns, about CHUNK * 16 bytes a row; a warp has STEPS groups of every chunk.
@@ -34,9 +33,9 @@ struct Projection {
   static_assert(STRIDE <= 2 * MOST_BOX, "a row of a box");
   static constexpr int SLOT = TILE_ROWS * STRIDE;
   // Scales of a tile: copied as they lie in memory, whole rows, to a place that starts up to 15 bytes early. Row by row, and
-  // padded, where they would lie in the same banks; then those of this part. Zero points: whole always.
+  // padded, where they would lie in the same banks. Zero points: whole always.
   static constexpr bool SEPARATE = PAIRS && !MXK_INTERLEAVED, PAIRED = PAIRS && MXK_INTERLEAVED;
-  static constexpr int ROW_SCALES = GROUP_LOG == 31 ? 1 : COLUMNS * PARTS >> GROUP_LOG;
+  static constexpr int ROW_SCALES = GROUP_LOG == 31 ? 1 : COLUMNS >> GROUP_LOG;
   static constexpr int PADDED_ROW = GROUP_LOG == 31 || COLUMNS % (1 << GROUP_LOG % 31) ? 1 : (COLUMNS >> GROUP_LOG) * SCALE_BYTES;
   static constexpr bool PADDED = PADDED_ROW % 16 == 0 && PADDED_ROW + 16 <= MOST_BOX;
   static constexpr int SCALE_ROW = PADDED ? PADDED_ROW : ROW_SCALES * SCALE_BYTES;
@@ -65,9 +64,8 @@ struct Projection {
   static constexpr int DIGITS = round_up(CHUNKS * CHUNK_GROUPS * 16 * NT, 128);
 };
 // Of the down projection only where there are no others: a projection by itself.
-using GateUp = Projection<PROJECT ? 32 : K / MXK_PARTS, PROJECT ? 1 : MXK_PARTS, true, PROJECT ? 8 : I>;
-using Down = Projection<PROJECT ? I / MXK_PARTS : I, PROJECT ? MXK_PARTS : 1, false, K>;
-static_assert((PROJECT ? I : K) % (32 * MXK_PARTS) == 0, "parts");
+using GateUp = Projection<PROJECT ? 32 : K, true, PROJECT ? 8 : I>;
+using Down = Projection<I, false, K>;
 
 constexpr int SLOT = greater(GateUp::SLOT, Down::SLOT);
 constexpr int SCALES = greater(GateUp::SCALES, Down::SCALES);
@@ -84,10 +82,12 @@ constexpr int CHUNKS = PROJECT ? Down::CHUNKS : lesser(GateUp::CHUNKS, Down::CHU
 __host__ __device__ constexpr int scale_stages(int stages) { return 1 + (stages - 1 + CHUNKS - 1) / CHUNKS; }
 __host__ __device__ constexpr int ring_bytes(int stages) { return stages * SLOT + scale_stages(stages) * SCALES; }
 constexpr int FIXED = LISTS + BARRIERS + DIGITS + 128;
+constexpr int MOST_RING = 120 * 1024;  // more on its way only makes everybody wait longer, first of all for activations
 constexpr int FEWEST_STAGES = 3;  // a slot that is read, and two on their way
 constexpr int SUM_STAGES = 2 * SUM_SET + FIXED + ring_bytes(FEWEST_STAGES) > SHARED_LIMIT ? 1 : 2;
 __host__ __device__ constexpr int most_stages() {
   int stages = 6;
+  while (stages > FEWEST_STAGES && stages * SLOT > MOST_RING) --stages;
   while (stages > 2 && SUM_STAGES * SUM_SET + FIXED + ring_bytes(stages) > SHARED_LIMIT) --stages;
   return stages;
 }

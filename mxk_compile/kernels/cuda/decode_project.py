@@ -9,7 +9,6 @@ import functools
 import struct
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mxk_compile.kernels.cuda import maps
@@ -20,9 +19,8 @@ from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
 from mxk_compile.kernels.cuda.int4_splits import Split, Weight
 from mxk_compile.kernels.cuda.operands import ABSENT, Format, Operand, row_bytes
 from mxk_compile.kernels.cuda.schedule import Schedule
-from mxk_compile.kernels.empty import maker
 
-_CHANGING = ((struct.calcsize(f"={MAPS}sQ"), struct.Struct("=10Q")),)
+_CHANGING = ((struct.calcsize(f"={MAPS}sQ"), struct.Struct("=9Q")),)
 _KINDS = {"routes": 1, "sorted": 2, "masked": 3}  # MXK_PROJECT
 
 
@@ -97,13 +95,14 @@ class DecodeProjection:
             "MXK_TOP_K": first.shape[1] if overload == "routes" else 1,
             "MXK_X_ALIGNED": int(x_aligned),
         }
-        split = Split.of(schedule.macros)
         kernel, library = _kernel(tuple(sorted(given.items())), served(device))
-        boxes = (library.constant("decode_box2"), library.constant("decode_scales2"))
-        row_bytes_of = (weight.columns // 2, weight.scale_bytes)
-        matrices = tuple(
-            maps.Matrix(part, num_experts, outputs, row, 16, box, split.parts)
-            for part, row, box in zip(parts, row_bytes_of, boxes, strict=False)
+        matrices = (
+            maps.Matrix(
+                parts[0], num_experts, outputs, weight.columns // 2, 16, library.constant("decode_box2")
+            ),
+            maps.Matrix(
+                parts[1], num_experts, outputs, weight.scale_bytes, 16, library.constant("decode_scales2")
+            ),
         )
         encoded, _ = maps.encode(matrices, device)
         x_stride, x_inner, out_stride = strides
@@ -114,7 +113,7 @@ class DecodeProjection:
         absent = ABSENT.fields * 3
         argument = DECODE.pack(
             *(bytes(MAPS // 2) + encoded, 0),
-            *[0] * 10,
+            *[0] * 9,
             *(*absent, *parts[0].fields, *parts[1].fields, *ABSENT.fields, *ABSENT.fields, *parts[2].fields),
             *(x_stride, x_inner, out_stride),
             *(*(first.stride() if overload == "routes" else (0, 0)), 0, 0, attributes.get("experts_min", 0)),
@@ -122,14 +121,10 @@ class DecodeProjection:
             *(0, 0, 0, 0, 0, 0, 0),
             *(x_rows, num_rows, first.shape[0], block_size, blocks, 0.0, 0.0),
         )
-        parts_bytes = split.parts_bytes(multiprocessors(device), outputs // 16)
-        self._new_parts = maker("cuda", (parts_bytes,), torch.uint8) if parts_bytes else None
         self._launch = kernel.bind(device, multiprocessors(device), argument)
 
     def __call__(self, stream: int, out: Tensor, x: Tensor, routing: tuple[Tensor, ...]) -> None:
         """Writes `out` on `stream` of the call's device, which is current."""
         first, *rest = (tensor.data_ptr() for tensor in routing)
         more = rest or (0, 0)
-        parts = None if self._new_parts is None else self._new_parts()
-        last = (0, 0, 0 if parts is None else parts.data_ptr(), 0)
-        self._launch(stream, *more, x.data_ptr(), first, 0, out.data_ptr(), *last)
+        self._launch(stream, *more, x.data_ptr(), first, 0, out.data_ptr(), 0, 0, 0)

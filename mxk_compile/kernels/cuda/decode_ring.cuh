@@ -17,15 +17,6 @@ __device__ __forceinline__ void copy_box(u32 target, const u8* map, i32 words, i
       "l"(map), "r"(words), "r"(row), "r"(expert), "r"(barrier), "l"(policy)
       : "memory");
 }
-// The same of a matrix whose rows are in parts: `words` count from the part's start, and past its end zeros come, unread.
-__device__ __forceinline__ void copy_box_of_part(u32 target, const u8* map, i32 words, i32 part, i32 row, i32 expert, u32 barrier,
-                                                 u64 policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4, %5}], "
-      "[%6], %7;" ::"r"(target),
-      "l"(map), "r"(words), "r"(part), "r"(row), "r"(expert), "r"(barrier), "l"(policy)
-      : "memory");
-}
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map.bytes) : "memory");
 }
@@ -118,17 +109,15 @@ struct Source {
 
 // Boxes: a unit's rows each, or 8 where gate and up rows are apart.
 template <class P>
-__device__ __forceinline__ void copy_units(const Source<P>& from, bool scales, int first, int units, int words, int part, u32 to,
+__device__ __forceinline__ void copy_units(const Source<P>& from, bool scales, int first, int units, int words, u32 to,
                                            u32 stride, u32 barrier, u64 policy) {
   constexpr int BOXES = P::SEPARATE ? 2 : 1;
   const int lane = threadIdx.x & 31;
   if (lane >= units * BOXES) return;
   const int unit = lane / BOXES, half = lane % BOXES;
   const u8* map = scales ? (half ? from.high_scale_map : from.low_scale_map) : (half ? from.high_map : from.low_map);
-  const u32 target = to + (UNIT * unit + 8 * half) * stride;
-  const i32 row = static_cast<i32>(from.row(first + unit, 0, half)), expert = half ? from.high_expert : from.low_expert;
-  if constexpr (P::PARTS > 1) copy_box_of_part(target, map, words, part, row, expert, barrier, policy);
-  else copy_box(target, map, words, row, expert, barrier, policy);
+  copy_box(to + (UNIT * unit + 8 * half) * stride, map, words, static_cast<i32>(from.row(first + unit, 0, half)),
+           half ? from.high_expert : from.low_expert, barrier, policy);
 }
 
 // Rows of `row` bytes from row `first` on as they lie in memory; half the rows where gate and up rows are apart.
@@ -137,10 +126,10 @@ __device__ __forceinline__ u32 whole_bytes(int units, u32 row, u32 skew) {
   return round_up(skew + units * (P::SEPARATE ? 8 : UNIT) * row, 16);
 }
 template <class P>
-__device__ __forceinline__ void copy_scales(const Source<P>& from, int first, int units, int part, u32 to, u32 barrier, u64 policy) {
+__device__ __forceinline__ void copy_scales(const Source<P>& from, int first, int units, u32 to, u32 barrier, u64 policy) {
   const int lane = threadIdx.x & 31;
   if constexpr (P::PADDED) {
-    copy_units<P>(from, true, first, units, 0, part, to, P::SCALE_STRIDE, barrier, policy);
+    copy_units<P>(from, true, first, units, 0, to, P::SCALE_STRIDE, barrier, policy);
   } else if (lane < (P::SEPARATE ? 2 : 1)) {
     const u32 skew = P::skew(first);
     copy_streamed(to + lane * P::HALF_SCALES, from.scales(lane) + from.row(first, 0, lane) * P::SCALE_ROW - skew,
@@ -196,9 +185,8 @@ __device__ __forceinline__ void copy_rows(const Decode& p, const Routes& routes,
         if (lane == 0)
           barrier_arrive_expect(full, walk.count * UNIT * P::STRIDE + (chunk == 0 ? scale_bytes<P>(walk.first, walk.count) : 0));
         __syncwarp();
-        if (chunk == 0) copy_scales<P>(from, walk.first, walk.count, walk.part, scales, full, policy);
-        copy_units<P>(from, false, walk.first, walk.count, chunk * P::CHUNK_GROUPS * (16 / P::WORD), walk.part, slot, P::STRIDE,
-                      full, policy);
+        if (chunk == 0) copy_scales<P>(from, walk.first, walk.count, scales, full, policy);
+        copy_units<P>(from, false, walk.first, walk.count, chunk * P::CHUNK_GROUPS * (16 / P::WORD), slot, P::STRIDE, full, policy);
       } else {
         copy_slowly<P>(from, walk.first, walk.count, chunk, groups, slot, scales);
         __syncwarp();

@@ -181,8 +181,6 @@ template <class P>
 struct Walk {
   int left;                     // units of this block
   int block, first, count = 0;  // of the tile: column block, first unit in its expert, units
-  // With PARTS a block's units of a column block are gone through for each part: part of the tile, first unit, end.
-  int part = 0, start, end;
 
   __device__ explicit Walk(int column_blocks) {
     const u32 total = static_cast<u32>(column_blocks) * P::UNITS;
@@ -193,21 +191,6 @@ struct Walk {
     first = unit - block * P::UNITS;
   }
   __device__ bool next() {
-    if constexpr (P::PARTS > 1) {
-      if (count == 0) start = first, end = min(P::UNITS, first + left);
-      first += count;
-      if (first == end) {
-        if (++part < P::PARTS) {
-          first = start;
-        } else {
-          left -= end - start;
-          if (left <= 0) return false;
-          part = start = first = 0, end = min(P::UNITS, left), ++block;
-        }
-      }
-      count = min(end - first, TILE_UNITS);
-      return count > 0;
-    }
     left -= count;
     first += count;
     if (left <= 0) return false;

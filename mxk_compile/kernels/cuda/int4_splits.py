@@ -13,8 +13,7 @@ _MOST_UNITS = 3  # warps of the epilogue, which have one each
 _ROUTES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 """That the kernel is compiled for: shared memory holds its lists."""
 
-_PARTS = (1, 2, 4)
-_COSTS = {(2, 2): 1.18, (2, 1): 1.2, (4, 2): 1.24}
+_COSTS = {(2, 2): 1.1, (2, 1): 1.11, (4, 2): 1.22}
 """By column tiles and units, those that pay: time of a pass over the weights, by what their bytes take at the card's
 rate. With `_FIXED_US` as measured on an H200 (docs/performance/h200.md). Where two cost the same, the earlier."""
 _BYTES_US = 184  # 48 experts' 4096 x 7168 weights at the card's rate
@@ -28,7 +27,6 @@ class Split:
     Attributes:
         column_tiles: rows of an expert taken at once, in fours; even.
         units: of 16 weight rows in a slot.
-        parts: of a projection's columns, gone through one after the other; in a layer of gate/up's.
         max_routes: of the lists.
         chunk: groups of 32 columns in a slot, at most, about.
         groups: warpgroups of consumers: each of their warps has a share of the columns.
@@ -36,7 +34,6 @@ class Split:
 
     column_tiles: int
     units: int
-    parts: int = 1
     max_routes: int = 256
     chunk: int = _CHUNK
     groups: int = 2
@@ -46,8 +43,8 @@ class Split:
         """The split of a schedule's macros; those that are not there are as in decode.cuh."""
         given = dict(macros)
         return cls(
-            *(given.get("column_tiles", 1), given.get("units", 1), given.get("parts", 1)),
-            *(given.get("max_routes", 256), given.get("chunk", _CHUNK), given.get("groups", 3)),
+            *(given.get("column_tiles", 1), given.get("units", 1), given.get("max_routes", 256)),
+            *(given.get("chunk", _CHUNK), given.get("groups", 3)),
         )
 
     @property
@@ -63,10 +60,6 @@ class Split:
         passes = sum(part * math.ceil(rows / (4 * self.column_tiles)) for rows, part in likely.items())
         return _FIXED_US + passes * _BYTES_US * _COSTS[self.column_tiles, self.units]
 
-    def parts_bytes(self, blocks: int, units: int) -> int:
-        """Bytes that sums of columns wait in, for a projection with so many units of output rows."""
-        return blocks * units * 256 * self.column_tiles if self.parts > 1 else 0
-
     def _divided(self, groups: int) -> tuple[int, int]:
         """Chunks of a row with so many groups of columns, a warp's groups of a chunk: the source's CHUNKS, STEPS."""
         chunks = -(-groups // min(self.chunk, _CHUNK))
@@ -76,13 +69,13 @@ class Split:
         """Shared memory of a block, at most, with a ring of `_FEWEST_STAGES`: as decode_int4_layout.cuh divides it."""
         slot = sums_of_rows = scales = 0
         fewest_chunks = _FEWEST_STAGES
-        for weight, parts in zip(weights, (self.parts, 1), strict=False):
-            chunks, steps = self._divided(weight.columns // parts // 32)
+        for weight in weights:
+            chunks, steps = self._divided(weight.columns // 32)
             width, fewest_chunks = steps * 4 * self.groups, min(fewest_chunks, chunks)
             slot = max(slot, 16 * self.units * 16 * (width | 1))
             sums_of_rows = max(sums_of_rows, chunks * width * 16 * self.column_tiles + 128)
-            own, rest = divmod(weight.scale_bytes, parts)
-            padded = own + 32 if rest == 0 and own % 16 == 0 else weight.scale_bytes
+            own = weight.scale_bytes
+            padded = own + 32 if own % 16 == 0 else own
             scales = max(scales, 16 * self.units * (padded + weight.zero_bytes) + 256)
         sums = 4 * self.groups * self.units * 256 * self.column_tiles  # in two places if that fits
         lists = 8 * num_experts + (6 if masked else 16) * self.max_routes + 24 * 4 * self.column_tiles + 1024
@@ -93,8 +86,8 @@ class Split:
     def held(self, weights: tuple[Weight, ...]) -> int:
         """Registers of a thread that hold activations, at most."""
         most = 0
-        for weight, parts in zip(weights, (self.parts, 1), strict=False):
-            chunks, steps = self._divided(weight.columns // parts // 32)
+        for weight in weights:
+            chunks, steps = self._divided(weight.columns // 32)
             most = max(most, chunks * steps * 2 * self.column_tiles)
         return most
 
@@ -103,7 +96,6 @@ class Split:
         return (
             self.column_tiles % 2 == 0
             and self.units <= _MOST_UNITS
-            and weights[0].columns % (32 * self.parts) == 0
             and self.held(weights) <= _MOST_HELD.get(self.groups, 0)
             and self.shared_bytes(weights, num_experts, masked) <= limit
         )
@@ -141,11 +133,9 @@ def _that_fit(
         needed = num_experts * -(-places // (4 * column_tiles)) if masked else places
         room = next((size for size in _ROUTES if needed <= size), None)
         if room is not None:
-            splits = (Split(column_tiles, units, parts, room) for parts in _PARTS)
-            fitting = (split for split in splits if split.fits(weights, num_experts, limit, masked))
-            fewest = next(fitting, None)
-            if fewest is not None:
-                found.append(fewest)
+            split = Split(column_tiles, units, room)
+            if split.fits(weights, num_experts, limit, masked):
+                found.append(split)
     return tuple(found)
 
 

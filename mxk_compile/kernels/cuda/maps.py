@@ -23,7 +23,6 @@ class Matrix:
         operand: whose rows start on 16 bytes.
         experts, rows, row_bytes: its sizes.
         box_rows, box_bytes: of a box; what lies beyond a matrix reads as zeros. No bytes: nothing is copied.
-        parts: of a row, one of which a box is of, and beyond which it reads zeros too.
     """
 
     operand: Operand
@@ -32,7 +31,6 @@ class Matrix:
     row_bytes: int
     box_rows: int
     box_bytes: int
-    parts: int = 1
 
     def encode(self, address: int, experts: int) -> bytes:
         """The map of `experts` matrices from `address` on."""
@@ -46,20 +44,14 @@ class Matrix:
         word = 4 if self.box_bytes <= 4 * _MOST_WORDS else 8  # `Projection::WORD` of decode.cuh
         kinds = driver.CUtensorMapDataType
         kind = kinds.CU_TENSOR_MAP_DATA_TYPE_UINT32 if word == 4 else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT64
-        sizes: tuple[int, ...] = (self.row_bytes // word, self.rows, experts)
-        strides: tuple[int, ...] = (row_stride, expert_stride)
-        box: tuple[int, ...] = (self.box_bytes // word, self.box_rows, 1)
-        if self.parts > 1:
-            part_bytes = self.row_bytes // self.parts
-            sizes, strides = (part_bytes // word, self.parts, *sizes[1:]), (part_bytes, *strides)
-            box = (box[0], 1, *box[1:])
+        sizes = (self.row_bytes // word, self.rows, experts)
         encoded = driver.cuTensorMapEncodeTiled(
             kind,
             len(sizes),
             address,
             [driver.cuuint64_t(size) for size in sizes],
-            [driver.cuuint64_t(stride) for stride in strides],
-            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint64_t(stride) for stride in (row_stride, expert_stride)],
+            [driver.cuuint32_t(size) for size in (self.box_bytes // word, self.box_rows, 1)],
             [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,

@@ -20,7 +20,7 @@ from mxk_compile.variants import INT4_FORMATS
 
 DECODE_ROUTES = (64, 256, 1024)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
-_DECODE_NAMES = ("groups", "column_tiles", "units", "parts", "chunk", "stages", "buffers", "max_routes")
+_DECODE_NAMES = ("groups", "column_tiles", "units", "chunk", "stages", "buffers", "max_routes")
 
 
 @dataclasses.dataclass(frozen=True)

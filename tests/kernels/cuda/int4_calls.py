@@ -17,8 +17,8 @@ SPLITS = {
     "8 rows": "decode:groups=2,column_tiles=2,max_routes=128",
     "8 rows, 2 units": "decode:groups=2,column_tiles=2,units=2,max_routes=128",
     "16 rows, 3 warpgroups": "decode:groups=3,column_tiles=4,max_routes=128",
-    "16 rows, 2 units, 2 parts": "decode:groups=2,column_tiles=4,units=2,parts=2,max_routes=128",
-    "32 rows, 2 parts, short chunks": "decode:groups=2,column_tiles=8,units=1,parts=2,chunk=5,max_routes=128",
+    "16 rows, 2 units": "decode:groups=2,column_tiles=4,units=2,max_routes=128",
+    "32 rows, short chunks": "decode:groups=2,column_tiles=8,units=2,chunk=5,max_routes=128",
 }
 UNWRITTEN = -7.0
 

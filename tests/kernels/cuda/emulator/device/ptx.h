@@ -247,11 +247,6 @@ PTX void cp_async_bulk_tensor_3d_shared_cluster_global_mbarrier_complete_tx_byte
   const i32 at[] = {x, y, z};
   emu::tensor_load(to, reinterpret_cast<const void*>(map), at, 3, barrier);
 }
-PTX void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes(u32 to, u64 map, i32 x, i32 y, i32 z, i32 w,
-                                                                                      u32 barrier, u64 = 0) {
-  const i32 at[] = {x, y, z, w};
-  emu::tensor_load(to, reinterpret_cast<const void*>(map), at, 4, barrier);
-}
 PTX void prefetch_tensormap(u64) {}
 PTX void prefetch_global_L2(u64) {}
 PTX void createpolicy_fractional_b64(auto& d, float) { d = 0; }
