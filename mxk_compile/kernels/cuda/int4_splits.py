@@ -8,6 +8,8 @@ import math
 _CHUNK = 126  # groups of 32 columns: a box of a tensor map has up to 256 elements a row, of 8 bytes
 _MOST_HELD = {2: 112, 3: 48, 4: 32}
 """Registers of a thread that activations may take, by warpgroups: what is left is enough for the rest."""
+_LAYER_CHUNK = 56  # of layers, of which both products go through slots of one size; measured
+_MOST_RING = 120 * 1024  # as MOST_RING of decode_int4_layout.cuh
 _FEWEST_STAGES = 3  # of the ring: a slot that is read, and two on their way
 _MOST_UNITS = 3  # warps of the epilogue, which have one each
 _ROUTES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -65,14 +67,18 @@ class Split:
         chunks = -(-groups // min(self.chunk, _CHUNK))
         return chunks, -(-groups // (chunks * 4 * self.groups))
 
+    def slot_bytes(self, weights: tuple[Weight, ...]) -> int:
+        """Of a slot of the ring, but for a few bytes."""
+        steps = (self._divided(weight.columns // 32)[1] for weight in weights)
+        return max(16 * self.units * 16 * (each * 4 * self.groups | 1) for each in steps)
+
     def shared_bytes(self, weights: tuple[Weight, ...], num_experts: int, masked: bool) -> int:
         """Shared memory of a block, at most, with a ring of `_FEWEST_STAGES`: as decode_int4_layout.cuh divides it."""
-        slot = sums_of_rows = scales = 0
+        sums_of_rows = scales = 0
         fewest_chunks = _FEWEST_STAGES
         for weight in weights:
             chunks, steps = self._divided(weight.columns // 32)
             width, fewest_chunks = steps * 4 * self.groups, min(fewest_chunks, chunks)
-            slot = max(slot, 16 * self.units * 16 * (width | 1))
             sums_of_rows = max(sums_of_rows, chunks * width * 16 * self.column_tiles + 128)
             own = weight.scale_bytes
             padded = own + 32 if own % 16 == 0 else own
@@ -81,7 +87,8 @@ class Split:
         lists = 8 * num_experts + (6 if masked else 16) * self.max_routes + 24 * 4 * self.column_tiles + 1024
         lists += 0 if masked else 4096  # at most
         scale_stages = 1 + math.ceil((_FEWEST_STAGES - 1) / fewest_chunks)
-        return _FEWEST_STAGES * slot + sums_of_rows + scale_stages * scales + sums + lists
+        slots = _FEWEST_STAGES * self.slot_bytes(weights)
+        return slots + sums_of_rows + scale_stages * scales + sums + lists
 
     def held(self, weights: tuple[Weight, ...]) -> int:
         """Registers of a thread that hold activations, at most."""
@@ -126,15 +133,16 @@ def around(rows: float) -> dict[int, float]:
 
 
 def _that_fit(
-    weights: tuple[Weight, ...], num_experts: int, places: int, limit: int, masked: bool
+    weights: tuple[Weight, ...], num_experts: int, places: int, limit: int, masked: bool, chunk: int = _CHUNK
 ) -> tuple[Split, ...]:
     found = []
     for column_tiles, units in _COSTS:
         needed = num_experts * -(-places // (4 * column_tiles)) if masked else places
         room = next((size for size in _ROUTES if needed <= size), None)
         if room is not None:
-            split = Split(column_tiles, units, room)
-            if split.fits(weights, num_experts, limit, masked):
+            split = Split(column_tiles, units, room, chunk)
+            few = _FEWEST_STAGES * split.slot_bytes(weights) <= _MOST_RING
+            if few and split.fits(weights, num_experts, limit, masked):
                 found.append(split)
     return tuple(found)
 
@@ -144,7 +152,7 @@ def of_layer(
 ) -> tuple[Split, ...]:
     """Splits of a layer, as far as its sizes tell, in `limit` bytes of shared memory."""
     weights = Weight.common(hidden_size), Weight.common(intermediate_size)
-    return _that_fit(weights, num_experts, routes, limit, masked=False)
+    return _that_fit(weights, num_experts, routes, limit, masked=False, chunk=_LAYER_CHUNK)
 
 
 def of_product(
