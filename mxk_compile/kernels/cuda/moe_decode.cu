@@ -33,8 +33,8 @@
 //
 // INT4 keeps the blocks, their shares, the ring and the ends; what differs is in decode_int4.cuh. Its products are `mma.sync`
 // of a warp by itself: a tile is MXK_UNITS units, every warp of the consumers has a share of the columns of all of them,
-// and activations stay bf16, brought by the consumers when an expert begins. They take 2 bytes a column and row of shared
-// memory: 8 rows of K = 7168 leave room for the ring, 16 do not.
+// and activations stay bf16: each warp holds those of its columns in registers, and brings them by itself when an expert
+// begins. 112 registers a thread hold 8 rows of K = 7168 or 24 of 2048, and shared memory is the ring's.
 // What binds: docs/performance/h200.md.
 #include "decode_finish.cuh"
 #if MXK_FORMAT
