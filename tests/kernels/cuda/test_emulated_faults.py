@@ -77,7 +77,7 @@ FAULTS = {
     "stage released": Fault("prefill_wgmma.cuh", "wgmma_wait<1>();", "wgmma_wait<4>();", schedule=PREFILL),
     "rows of the operand": Fault("wgmma.cuh", "1024 >> 4", "512 >> 4", schedule=PREFILL, slow=True),
     "half a fragment": Fault(
-        "prefill_multiply.cuh", "group[i][unit][half + 2] =", "group[i][unit][3 - half] =", schedule=PREFILL, slow=True
+        "prefill_multiply.cuh", "a[half + 2] =", "a[3 - half] =", schedule=PREFILL, slow=True
     ),
     "arrival before copies": Fault(
         "prefill_feed.cuh", "barrier_arrive_after_copies(ring.filled());", "barrier_arrive(ring.filled());",
