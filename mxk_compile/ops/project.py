@@ -15,6 +15,7 @@ Tensors (E local experts, N outputs, K inputs; weight, scale and zero as w13, w1
     routes       row t * k + j is of expert topk_ids[t, j] - experts_min
     sorted       sorted_token_ids has rows of `out` in blocks of block_size; block b is of expert expert_ids[b]. Its
                  padding is any number >= R. The first num_tokens_post_padded entries count: the lists may be longer.
+                 A row stands in one place at most, as validate_routing checks; one that stands in two is undefined.
     contiguous   row r is of expert m_indices[r], -1 for padding. Each group of 128 rows is of one expert, padding last.
     masked       row e * max_m + j is of expert e if j < masked_m[e]. expected_m, about how many rows an expert has, is
                  for choosing a schedule, on which results depend by rounding.

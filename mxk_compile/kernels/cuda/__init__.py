@@ -134,7 +134,8 @@ class Prepared:
                 x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0,
             )
             chosen = schedule or plan(desc, num_tokens, device)
-            if chosen.kernel == "decode" and not decode.runs(call, chosen.macros):
+            room = chosen.has_room(num_tokens * desc.top_k)
+            if chosen.kernel == "decode" and not (room and decode.runs(call, chosen.macros)):
                 rows = num_tokens * desc.top_k / desc.num_experts
                 most = devices.served(device).most_rows
                 chosen = Schedule("prefill", sizes=tile_sizes(rows, most=most))

@@ -42,17 +42,20 @@ def runs(
     weight: Weight,
     parts: tuple[Operand, ...],
     num_experts: int,
-    outputs: int,
+    shape: tuple[int, int],
     device: Device,
 ) -> bool:
-    """Whether the decode kernel runs a projection of INT4 weights with this schedule."""
-    if schedule.kernel != "decode" or overload not in _KINDS or outputs % 16:
+    """Whether the decode kernel runs a projection of INT4 weights with this schedule; shape: of the result."""
+    if schedule.kernel != "decode" or overload not in _KINDS or shape[1] % 16:
         return False
+    split = Split.of(schedule.macros)
+    places = split.places(num_experts, shape[0] // num_experts) if overload == "masked" else shape[0]
     return (
         parts[0].aligned(weight.columns // 2)
         and parts[1].aligned(weight.scale_bytes)
         and (parts[2] is ABSENT or parts[2].aligned(weight.zero_bytes))
-        and Split.of(schedule.macros).fits((weight,), num_experts, device.shared_bytes, overload == "masked")
+        and places <= split.max_routes
+        and split.fits((weight,), num_experts, device.shared_bytes, overload == "masked")
     )
 
 

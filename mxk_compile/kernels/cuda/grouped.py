@@ -185,7 +185,7 @@ class _Projection:
         self._scales = scales.Watch((scale,)) if weight_format == "mxfp4" else None
         num_experts, columns, (num_rows, outputs) = len(weight), x.shape[-1], out.shape
         self._copies_x, self._copies_out = x.stride(-1) != 1, out.stride(1) != 1
-        self._empty = num_rows == 0 or x.numel() == 0
+        self._empty = out.numel() == 0 or x.numel() == 0
         self._parts: tuple[Operand, ...] = (
             operand("weight", weight, ALIGNMENT),
             operand("scale", scale, 1),
@@ -211,7 +211,7 @@ class _Projection:
         )
         out_stride = outputs if self._copies_out else out.stride(0)
         if weight_format != "mxfp4" and decode_project.runs(
-            overload, schedule, of_weight, self._parts, num_experts, outputs, self._kind
+            overload, schedule, of_weight, self._parts, num_experts, (num_rows, outputs), self._kind
         ):
             if overload == "masked":
                 strides = (x_outer if x.dim() == 3 else most_rows * x_stride, x_stride, out_stride)

@@ -98,6 +98,10 @@ class Split:
             most = max(most, chunks * steps * 2 * self.column_tiles)
         return most
 
+    def places(self, num_experts: int, most_rows: int) -> int:
+        """Places that the lists need for masked rows, of which an expert has up to `most_rows`: its column blocks."""
+        return num_experts * -(-most_rows // (4 * self.column_tiles))
+
     def fits(self, weights: tuple[Weight, ...], num_experts: int, limit: int, masked: bool = False) -> bool:
         """Whether the kernel can be compiled with this split; `limit`: of a block's shared memory, in bytes."""
         return (
@@ -137,10 +141,11 @@ def _that_fit(
 ) -> tuple[Split, ...]:
     found = []
     for column_tiles, units in _COSTS:
-        needed = num_experts * -(-places // (4 * column_tiles)) if masked else places
+        split = Split(column_tiles, units, chunk=chunk)
+        needed = split.places(num_experts, places) if masked else places
         room = next((size for size in _ROUTES if needed <= size), None)
         if room is not None:
-            split = Split(column_tiles, units, room, chunk)
+            split = dataclasses.replace(split, max_routes=room)
             few = _FEWEST_STAGES * split.slot_bytes(weights) <= _MOST_RING
             if few and split.fits(weights, num_experts, limit, masked):
                 found.append(split)

@@ -20,7 +20,11 @@ from mxk_compile.variants import INT4_FORMATS
 
 DECODE_ROUTES = (64, 256, 1024)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
-_DECODE_NAMES = ("groups", "column_tiles", "units", "chunk", "stages", "buffers", "max_routes")
+_MAX_ROUTES = 256  # MXK_MAX_ROUTES's default
+_DECODE_NAMES = {
+    **{"groups": range(2, 5), "column_tiles": range(1, 9), "units": range(1, 4), "chunk": range(1, 1025)},
+    **{"stages": range(2, 9), "buffers": range(1, 3), "max_routes": range(8, 65536, 8)},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +98,14 @@ class Schedule:
         pairs = [part.split("=") for part in rest.split(",") if part]
         if kernel != "decode" or any(len(pair) != 2 or pair[0] not in _DECODE_NAMES for pair in pairs):
             raise ValueError(text)
-        return cls("decode", tuple((name, whole_number(value)) for name, value in pairs))
+        macros = tuple((name, whole_number(value)) for name, value in pairs)
+        if any(value not in _DECODE_NAMES[name] for name, value in macros):
+            raise ValueError(text)
+        return cls("decode", macros)
+
+    def has_room(self, routes: int) -> bool:
+        """Whether a call with so many routes fits the decode kernel's lists; the prefill kernel's fit any."""
+        return self.kernel == "prefill" or routes <= dict(self.macros).get("max_routes", _MAX_ROUTES)
 
 
 def heuristic(problem: Problem) -> Schedule:
@@ -243,15 +254,17 @@ def choose(problem: Problem) -> Schedule:
     """The schedule of a call. Raises SettingsError for an override that names none."""
     if settings.cuda_schedule is not None:
         return _forced(settings.cuda_schedule)
-    stored = tuned(problem.device).get(problem.key)
-    return stored if stored is not None else heuristic(problem)
+    stored = tuned(problem.device).get(problem.key)  # of a call with about as many routes
+    if stored is not None and stored.has_room(problem.num_tokens * problem.top_k):
+        return stored
+    return heuristic(problem)
 
 
 def _forced(text: str) -> Schedule:
     try:
         return Schedule.parse(text)
     except ValueError as error:
-        names = ", ".join(_DECODE_NAMES)
+        names = ", ".join(f"{name} ({each.start} to {each[-1]})" for name, each in _DECODE_NAMES.items())
         allowed = f"'prefill:SIZE/...' with SIZE of 16..176 in 16s, or 'decode:NAME=N,...' of {names}"
         raise SettingsError("MXK_CUDA_SCHEDULE", repr(text), allowed, "correct or unset it") from error
 

@@ -178,9 +178,14 @@ def test_what_does_not_fit_is_left_to_prefill() -> None:
     parts = tuple(grouped.operand("weight", part, 16) for part in weight(6, 72, 256, 32))
     wanted = Schedule.parse(SPLITS[EIGHT])
     held = decode_project.weight_of(256, 8, parts)
-    assert not decode_project.runs("routes", wanted, held, parts, 6, 72, HOPPER)
-    assert not decode_project.runs("contiguous", wanted, held, parts, 6, 80, HOPPER)
-    assert decode_project.runs("sorted", wanted, held, parts, 6, 80, HOPPER)
+    assert not decode_project.runs("routes", wanted, held, parts, 6, (40, 72), HOPPER)
+    assert not decode_project.runs("contiguous", wanted, held, parts, 6, (40, 80), HOPPER)
+    assert decode_project.runs("sorted", wanted, held, parts, 6, (40, 80), HOPPER)
+    places = dict(wanted.macros)["max_routes"]  # of routes, of masked rows in column blocks
+    assert decode_project.runs("sorted", wanted, held, parts, 6, (places, 80), HOPPER)
+    assert not decode_project.runs("sorted", wanted, held, parts, 6, (places + 1, 80), HOPPER)
+    assert decode_project.runs("masked", wanted, held, parts, 6, (6 * 64, 80), HOPPER)
+    assert not decode_project.runs("masked", wanted, held, parts, 6, (6 * 4096, 80), HOPPER)
 
 
 @pytest.mark.skipif(build.missing() is not None, reason=f"NVRTC: {build.missing()}")

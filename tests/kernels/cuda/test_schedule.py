@@ -151,3 +151,23 @@ def test_a_folder_that_takes_no_file_is_said(tmp_path: pathlib.Path, monkeypatch
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr(schedule, "cache_folder", lambda: tmp_path / "file")
     assert not schedule.store("some device", {GPTOSS.key: heuristic(GPTOSS)})
+
+
+def test_a_tuned_schedule_serves_only_calls_that_its_lists_hold() -> None:
+    """Calls with nearly as many rows share an entry of the table; lists of 64 routes hold 16 tokens, not 17."""
+    assert gptoss(16).key == gptoss(17).key
+    stored = Schedule.parse("decode:groups=2,column_tiles=2,max_routes=64")
+    assert schedule.store("some device", {gptoss(16).key: stored})
+    assert choose(gptoss(16)) == stored
+    assert choose(gptoss(17)) == heuristic(gptoss(17)) != stored
+    assert Schedule.parse("decode:groups=2").has_room(256)
+    assert not Schedule.parse("decode:groups=2").has_room(257)
+    assert Schedule.parse("prefill:16").has_room(10**9)
+
+
+@pytest.mark.parametrize(
+    "text", ["units=0", "column_tiles=0", "chunk=0", "groups=1", "stages=1", "max_routes=60"]
+)
+def test_parameters_that_the_kernel_cannot_have_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Schedule.parse(f"decode:{text}")
