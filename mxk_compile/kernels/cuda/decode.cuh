@@ -48,6 +48,35 @@
 #define MXK_X_ALIGNED 1
 #endif
 
+#ifndef MXK_LAT_TILES
+#define MXK_LAT_TILES 1
+#endif
+#ifndef MXK_LAT_SORT
+#define MXK_LAT_SORT 1
+#endif
+#ifndef MXK_LAT_X
+#define MXK_LAT_X 0
+#endif
+#ifndef MXK_LAT_READY
+#define MXK_LAT_READY 0
+#endif
+#ifndef MXK_LAT_TOGETHER
+#define MXK_LAT_TOGETHER 1
+#endif
+#ifndef MXK_LAT_CLOCK
+#define MXK_LAT_CLOCK 0
+#endif
+#if MXK_LAT_CLOCK
+extern "C" { __device__ u64 decode_clocks[160 * 64]; }
+__device__ __forceinline__ u64 read_clock() { u64 v; asm volatile("mov.u64 %0, %%clock64;" : "=l"(v) :: "memory"); return v; }
+__device__ __forceinline__ u64 read_timer() { u64 v; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v) :: "memory"); return v; }
+#define MARK(i) do { if ((threadIdx.x & 31) == 0) decode_clocks[blockIdx.x * 64 + (i)] = read_clock(); } while (0)
+#define MARK_VALUE(i, v) do { if ((threadIdx.x & 31) == 0) decode_clocks[blockIdx.x * 64 + (i)] = (v); } while (0)
+#else
+#define MARK(i) do { } while (0)
+#define MARK_VALUE(i, v) do { } while (0)
+#endif
+
 struct alignas(64) TensorMap {
   u8 bytes[128];  // CUtensorMap
 };

@@ -54,12 +54,20 @@ __device__ __forceinline__ void store_digits(u32 to, const uint4& v, float scale
 // that has none above 2^-117 are lost.
 __device__ __forceinline__ u32 scale_exponent(u32 largest) { return min(261 - (largest >> 7), 250u); }
 
-// The digits of one column block, by a team of warps with a barrier of its own: 8 values a thread at a time. What fits into
+#if MXK_LAT_READY
+#define READY_PARAMETER , const RowsReady& ready
+#define READY_ARGUMENT , ready
+#else
+#define READY_PARAMETER
+#define READY_ARGUMENT
+#endif
+
+// The digits of `count` rows, by a team of warps with a barrier of its own: 8 values a thread at a time. What fits into
 // registers is read once, else twice.
-template <class P, int BARRIER, int THREADS_, int HELD>
-__device__ __forceinline__ void make_digits(const Decode& p, const Routes& routes, int block, u32 thread, u32 shared, u32 buffer) {
+template <class P, int BARRIER, int THREADS_, int HELD, class Row>
+__device__ __forceinline__ void make_digits(int count, const Row& row, u32 thread, u32 shared, u32 buffer) {
   constexpr int EIGHTS = P::GROUPS * 4, STEPS = (EIGHTS + THREADS_ - 1) / THREADS_;  // of a row
-  const int first = routes.first[block], items = routes.count[block] * STEPS;
+  const int items = count * STEPS;
   const u32 to = shared + AT_DIGITS + buffer * DIGITS;
   const u32 largest = shared + AT_LARGEST + buffer * (ROWS * 4), factors = shared + AT_FACTORS + buffer * (ROWS * 8);
   uint4 held[HELD];
@@ -70,10 +78,7 @@ __device__ __forceinline__ void make_digits(const Decode& p, const Routes& route
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
       held[i] = make_uint4(0, 0, 0, 0);
-      if (!there(base + i)) continue;
-      const int route = routes.route[first + row_of(base + i)];
-      const u8* row = P::PAIRS ? p.x + static_cast<i64>(route / TOP_K) * p.x_stride * 2 : p.h + static_cast<i64>(route) * (I * 2);
-      held[i] = load_eight(row + eight_of(base + i) * 16, MXK_X_ALIGNED || !P::PAIRS);
+      if (there(base + i)) held[i] = load_eight(row(row_of(base + i)) + eight_of(base + i) * 16, MXK_X_ALIGNED || !P::PAIRS);
     }
   };
   load(0);
@@ -88,7 +93,9 @@ __device__ __forceinline__ void make_digits(const Decode& p, const Routes& route
       if ((thread & 31) == 0) max_shared(largest + row_of(base + i) * 4, most);
     }
   }
+  if (BARRIER == 2) MARK(P::PAIRS ? 32 : 34);
   team_sync<BARRIER, THREADS_>();
+  if (BARRIER == 2) MARK(P::PAIRS ? 33 : 35);
   for (int base = 0; base < items; base += HELD) {
     if (items > HELD) load(base);
 #pragma unroll
@@ -113,17 +120,38 @@ __device__ __forceinline__ void make_digits(const Decode& p, const Routes& route
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Those of a column block.
+template <class P, int BARRIER, int THREADS_, int HELD>
+__device__ __forceinline__ void make_digits_of(const Decode& p, const Routes& routes, int block, u32 thread, u32 shared, u32 buffer READY_PARAMETER) {
+  const int first = routes.first[block];
+#if MXK_LAT_READY
+  if (!P::PAIRS) {
+    if (thread == 0) ready.wait(block);
+    team_sync<BARRIER, THREADS_>();
+    if (BARRIER == 2) MARK(19);
+  }
+#endif
+  make_digits<P, BARRIER, THREADS_, HELD>(
+      routes.count[block],
+      [&](int i) {
+        const int route = routes.route[first + i];
+        return P::PAIRS ? p.x + static_cast<i64>(route / TOP_K) * p.x_stride * 2 : p.h + static_cast<i64>(route) * (I * 2);
+      },
+      thread, shared, buffer);
+}
+
 constexpr u32 TEAM = DIGIT_WARPS * 32;
 
 // All column blocks of a phase but its first, which the consumers make themselves, since they have nothing to do yet.
 template <class P>
-__device__ __forceinline__ void make_more_digits(const Decode& p, const Routes& routes, u32 thread, u32 shared, Turn& turn) {
+__device__ __forceinline__ void make_more_digits(const Decode& p, const Routes& routes, u32 thread, u32 shared, Turn& turn READY_PARAMETER) {
   const u32 barriers = shared + AT_BARRIERS;
   int block = -1;
+  if (P::PAIRS && routes.together) return;
   for (Walk<P> walk(routes.blocks); walk.next();) {
     if (walk.block == block) continue;
     barrier_wait(barriers + AT_DIGITS_EMPTY + 8 * turn.slot, turn.parity ^ 1);
-    if (block >= 0) make_digits<P, 3, TEAM, 4>(p, routes, walk.block, thread, shared, turn.slot);
+    if (block >= 0) make_digits_of<P, 3, TEAM, 4>(p, routes, walk.block, thread, shared, turn.slot READY_ARGUMENT);
     block = walk.block;
     __syncwarp();
     if ((thread & 31) == 0) barrier_arrive(barriers + AT_DIGITS_FULL + 8 * turn.slot);

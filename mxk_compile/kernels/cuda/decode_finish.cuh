@@ -4,21 +4,49 @@
 
 // ---- routes to tokens
 
-// Whoever brings the last of Y's rows `first` to `first` + 15 adds them up, over slots in order, for every token.
-__device__ __forceinline__ void sum_if_last(const Decode& p, const Routes& routes, int first) {
+#ifndef MXK_LAT_SUM
+#define MXK_LAT_SUM 4
+#endif
+// Units of 16 output columns of a column block that a warp has stored and not counted yet: the i-th in lane i. Counting
+// waits for the stores' and the counter's ways to the L2, longer than a short tile takes, so it is done for several at once.
+struct Stored {
+  static constexpr int MOST = MXK_LAT_SUM;
+  int unit = 0, count = 0;
+
+  __device__ void add(int stored) {
+    if ((threadIdx.x & 31) == count) unit = stored;
+    ++count;
+  }
+};
+
+// Counts them; whoever brings the last column block of a unit adds its columns up, over slots in order, for every token.
+__device__ __forceinline__ void sum_if_last(const Decode& p, const Routes& routes, Stored& stored) {
   const int lane = threadIdx.x & 31;
-  u32* counter = p.counters + COUNTERS_AT + first / 16;
+  u32* counter = p.counters + COUNTERS_AT + stored.unit;
+  bool last = false;
   __syncwarp();
-  u32 before = 0;
-  if (lane == 0)
+  if (lane < stored.count) {
+    u32 before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  if (__shfl_sync(~0u, before, 0) != static_cast<u32>(routes.blocks) - 1) return;
-  __syncwarp();  // what the first lane acquired, for all
-  if (lane == 0) *counter = 0;  // as the next launch wants it
+    last = before == static_cast<u32>(routes.blocks) - 1;
+    if (last) *counter = 0;  // as the next launch wants it
+  }
+  stored.count = 0;
+  const u32 lasts = __ballot_sync(~0u, last);
+  __syncwarp();  // what those lanes acquired, for all
   constexpr int SLOTS = lesser(TOP_K, 4), TOKENS = 2;  // in flight
-  const int at = first + lane % 4 * 4;
-  for (int base = lane / 4; base < p.tokens; base += 8 * TOKENS) {
+  const int items = __popc(lasts) * p.tokens;          // tokens of a unit, four lanes each
+  for (int base = 0; base < items; base += 8 * TOKENS) {
     float sum[TOKENS][4] = {};
+    int token[TOKENS], at[TOKENS];
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+      const int item = base + 8 * t + lane / 4, which = item / p.tokens;
+      u32 left = lasts;
+      for (int i = 0; i < which && i < Stored::MOST; ++i) left &= left - 1;
+      token[t] = left != 0 ? item - which * p.tokens : p.tokens;  // past the end
+      at[t] = __shfl_sync(~0u, stored.unit, left != 0 ? __ffs(left) - 1 : 0) * 16 + lane % 4 * 4;
+    }
 #pragma unroll 1
     for (int slot = 0; slot < TOP_K; slot += SLOTS) {
       uint4 v[TOKENS][SLOTS];
@@ -26,10 +54,10 @@ __device__ __forceinline__ void sum_if_last(const Decode& p, const Routes& route
       for (int t = 0; t < TOKENS; ++t)
 #pragma unroll
         for (int s = 0; s < SLOTS; ++s) {
-          const int route = (base + 8 * t) * TOP_K + slot + s;
+          const int route = token[t] * TOP_K + slot + s;
           v[t][s] = make_uint4(0, 0, 0, 0);
-          if (base + 8 * t < p.tokens && slot + s < TOP_K && routes.expert_of[route] != NOT_HERE)
-            v[t][s] = load_l2(p.y + (static_cast<i64>(route) * K + at) * 4);
+          if (token[t] < p.tokens && slot + s < TOP_K && routes.expert_of[route] != NOT_HERE)
+            v[t][s] = load_l2(p.y + (static_cast<i64>(route) * K + at[t]) * 4);
         }
 #pragma unroll
       for (int t = 0; t < TOKENS; ++t)
@@ -41,8 +69,8 @@ __device__ __forceinline__ void sum_if_last(const Decode& p, const Routes& route
     }
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t)
-      if (base + 8 * t < p.tokens)
-        *reinterpret_cast<uint2*>(p.out + (static_cast<i64>(base + 8 * t) * K + at) * 2) =
+      if (token[t] < p.tokens)
+        *reinterpret_cast<uint2*>(p.out + (static_cast<i64>(token[t]) * K + at[t]) * 2) =
             make_uint2(pack_bf16x2(sum[t][0], sum[t][1]), pack_bf16x2(sum[t][2], sum[t][3]));
   }
 }
@@ -105,9 +133,12 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
     const bool here = column < count;
     const int route = routes.route[first + (here ? column : 0)];
     float value[2] = {};
+    // A token is a column, or a position in the list is.
+    const int token = route / TOP_K;
+    const u32 part_at = P::PAIRS && routes.together ? token / 4 * 256 + (lane - q + token % 4) * 8 : n * 256 + lane * 8;
 #pragma unroll
     for (int share = 0; share < SHARES; ++share) {
-      const uint2 part = load_shared_8(sums + (share * TILE_UNITS + unit) * SUM + n * 256 + lane * 8);
+      const uint2 part = load_shared_8(sums + (share * TILE_UNITS + unit) * SUM + part_at);
       value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
     }
     if (P::PAIRED && g >= 4) {  // as `slot_row` has it
@@ -148,9 +179,16 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
   }
 }
 
+#if MXK_LAT_READY
+template <class P>
+__device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, int unit, u32 shared, Turn& turn, const RowsReady& ready) {
+  u32 tiles = 0;
+#else
 template <class P>
 __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, int unit, u32 shared, Turn& turn) {
+#endif
   Walk<P> walk(routes.blocks);
+  Stored stored;
   bool more = walk.next();
   float bias[2];
   if (more) load_bias<P>(p, routes, walk, unit, bias);
@@ -160,12 +198,27 @@ __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& route
     more = ahead.next();
     if (more) load_bias<P>(p, routes, ahead, unit, next_bias);
     barrier_wait(shared + AT_BARRIERS + AT_SUMS_FULL + 8 * turn.slot, turn.parity);
+    if (unit == 0) MARK(P::PAIRS ? 36 : 39);
     if (unit < walk.count) finish_unit<P>(p, routes, walk, unit, shared + AT_SUMS + turn.slot * SUM_SET, bias);
     __syncwarp();
+    if (unit == 0) MARK(P::PAIRS ? 37 : 40);
     if ((threadIdx.x & 31) == 0) barrier_arrive(shared + AT_BARRIERS + AT_SUMS_EMPTY + 8 * turn.slot);
-    if constexpr (!P::PAIRS && !MXK_PER_ROUTE)
-      if (unit < walk.count) sum_if_last(p, routes, (walk.first + unit) * UNIT);
+    if constexpr (!P::PAIRS && !MXK_PER_ROUTE) {
+      if (unit < walk.count) stored.add(walk.first + unit);
+      if (stored.count == Stored::MOST || (!more && stored.count > 0)) sum_if_last(p, routes, stored);
+    }
     turn.advance(SUM_STAGES);
+#if MXK_LAT_READY
+    if constexpr (P::PAIRS) {
+      ++tiles;
+      if (!more || ahead.block != walk.block) {
+        team_sync<1, EPILOGUE * 32>();
+        if (unit == 0 && (threadIdx.x & 31) == 0)  // releases what the others wrote before the sync
+          ready.arrive(walk.block, tiles, walk.first == static_cast<int>(tiles - 1) * TILE_UNITS);
+        tiles = 0;
+      }
+    }
+#endif
     walk = ahead;
     bias[0] = next_bias[0], bias[1] = next_bias[1];
   }

@@ -58,6 +58,54 @@ struct GridBarrier {
   }
 };
 
+#if MXK_LAT_READY
+// Which rows of H are stored: a counter for each of PARTS ranges of column blocks, whose top bit flips once a launch, when all
+// tiles of the range are. Whoever has the range's first tile adds what is missing to the flip. The first word flips too, when
+// all blocks have read it: it says which way.
+struct RowsReady {
+  static constexpr u32 PARTS = COUNTERS_AT - 1;
+  static constexpr u32 TILES = (GateUp::UNITS + TILE_UNITS - 1) / TILE_UNITS, FLIP = 0x80000000u;
+  u32* word;
+  u32 before, blocks;
+
+  __device__ RowsReady(u32* counters, u32 before, int column_blocks) : word(counters), before(before), blocks(column_blocks) {}
+  __device__ static u32 now(const u32* counters) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counters) : "memory");
+    return value;
+  }
+  __device__ u32 part(u32 block) const { return blocks <= PARTS ? block : block * PARTS / blocks; }
+  __device__ void add(u32 at, u32 value) const {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word + at), "r"(value) : "memory");
+  }
+  // Of the block's tiles of a column block, `begins` if from its first on.
+  __device__ void arrive(u32 block, u32 tiles, bool begins) const {
+    const u32 in = part(block);
+    if (begins && (block == 0 || part(block - 1) != in)) {
+      u32 end = block + 1;
+      while (end < blocks && part(end) == in) ++end;
+      tiles += FLIP - (end - block) * TILES;
+    }
+    add(1 + in, tiles);
+  }
+  // By a warp of each block, when all of it has read the first word.
+  __device__ void turn() const {
+    const u32 lane = threadIdx.x & 31;
+    if (lane == 0) add(0, blockIdx.x == 0 ? FLIP - (gridDim.x - 1) : 1u);
+    if (blockIdx.x == 0)
+      for (u32 i = blocks + lane; i < PARTS; i += 32) add(1 + i, FLIP);
+  }
+  // By one thread, before a barrier of those that read the rows.
+  __device__ void wait(u32 block) const {
+    const u32* from = word + 1 + part(block);
+    u32 now;
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(from) : "memory");
+    } while (((now ^ before) & FLIP) == 0);
+  }
+};
+#endif
+
 // ---- producer
 
 // Where the rows of an expert lie.

@@ -23,12 +23,17 @@ __device__ __forceinline__ void team_sync() {
 
 // ---- the routes, by expert
 
+__device__ __forceinline__ bool few_tokens(const Decode& p) {
+  return MXK_LAT_TOGETHER && p.tokens <= ROWS && p.tokens * TOP_K <= 32;
+}
+
 // A column block: up to ROWS routes of one expert. route[first .. first + count) are its routes.
 struct Routes {
   const u16 *expert, *first, *count, *route;  // of column block, of column block, of column block, of position
   const u16* expert_of;                       // of route; NOT_HERE
   const float* weight;                        // of route
   int blocks;
+  bool together;                              // few tokens: a column is a token in gate/up, whatever the block
 };
 constexpr u32 NOT_HERE = 0xFFFF;
 
@@ -51,6 +56,36 @@ __device__ __forceinline__ u32 local_expert(const Decode& p, int route) {
   return index < E ? static_cast<u32>(index) : NOT_HERE;
 }
 
+#if MXK_LAT_SORT
+// As `sort_routes` below, of up to 32 routes, by one warp: a route a lane.
+__device__ __forceinline__ int sort_few(const Decode& p, int routes, u16* expert, u16* first, u16* count, u16* route, u16* expert_of) {
+  const int lane = threadIdx.x & 31;
+  const u32 e = lane < routes ? local_expert(p, lane) : NOT_HERE;
+  MARK_VALUE(6, read_clock() + (e & 0));
+  int at = 0;
+  u32 same = 0;
+  for (int i = 0; i < routes; ++i) {
+    const u32 other = __shfl_sync(~0u, e, i);
+    at += other < e;
+    same |= (other == e ? 1u : 0u) << i;
+  }
+  const int earlier = __popc(same & ((1u << lane) - 1));
+  at += earlier;
+  const bool starts = e != NOT_HERE && earlier % ROWS == 0;  // a column block
+  const u32 starters = __ballot_sync(~0u, starts);
+  int block = 0;
+  for (u32 left = starters; left != 0; left &= left - 1) block += __shfl_sync(~0u, at, __ffs(left) - 1) < at;
+  if (lane < routes) expert_of[lane] = static_cast<u16>(e);
+  if (e != NOT_HERE) route[at] = static_cast<u16>(lane);
+  if (starts) {
+    expert[block] = static_cast<u16>(e);
+    first[block] = static_cast<u16>(at);
+    count[block] = static_cast<u16>(min(__popc(same) - earlier, ROWS));
+  }
+  return __popc(starters);
+}
+#endif
+
 // Every block sorts the routes for itself: its first warp counts, places and lists them, in route order.
 __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
   int* counts = reinterpret_cast<int*>(shared + AT_COUNTS);
@@ -61,8 +96,22 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
   int* blocks = reinterpret_cast<int*>(shared + AT_END);
   float* weight = reinterpret_cast<float*>(shared + AT_ROUTER);
   const int routes = p.tokens * TOP_K, lane = threadIdx.x;
+#if MXK_LAT_SORT
+  if (routes <= 32) {
+    if (threadIdx.x < 32) {
+      const int found = sort_few(p, routes, expert, first, count, route, expert_of);
+      if (lane == 0) *blocks = found;
+      __syncwarp();
+      asm volatile("bar.arrive %0, %1;" ::"n"(0), "n"(THREADS) : "memory");
+    } else {
+      team_sync<0, THREADS>();
+    }
+    return {expert, first, count, route, expert_of, weight, *blocks, few_tokens(p)};
+  }
+#else
   for (int r = threadIdx.x - 32; r < routes; r += THREADS - 32)
     if (r >= 0) weight[r] = load_float(p.router, r / TOP_K * p.router_stride[0] + r % TOP_K * p.router_stride[1], p.router_dtype);
+#endif
   if (routes > 32) {
     for (int r = threadIdx.x; r < routes; r += THREADS) expert_of[r] = static_cast<u16>(local_expert(p, r));
     __syncthreads();
@@ -120,7 +169,7 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
     }
   }
   __syncthreads();
-  return {expert, first, count, route, expert_of, weight, *blocks};
+  return {expert, first, count, route, expert_of, weight, *blocks, few_tokens(p)};
 }
 
 // ---- the work of this block: units of all column blocks, a tile at a time, never of two column blocks
@@ -130,6 +179,25 @@ struct Walk {
   int left;                     // units of this block
   int block, first, count = 0;  // of the tile: column block, first unit in its expert, units
 
+#if MXK_LAT_TILES
+  static constexpr u32 TILES = (P::UNITS + TILE_UNITS - 1) / TILE_UNITS;  // of a column block
+  // Whole tiles: what counts is how many of them a block has.
+  __device__ explicit Walk(int column_blocks) {
+    const u32 total = static_cast<u32>(column_blocks) * TILES;
+    const u32 each = total / gridDim.x, more = total % gridDim.x;
+    const u32 tile = blockIdx.x * each + min(blockIdx.x, more);
+    left = each + (blockIdx.x < more ? 1 : 0);
+    block = tile / TILES;
+    first = (tile - block * TILES) * TILE_UNITS;
+  }
+  __device__ bool next() {
+    if (left-- <= 0) return false;
+    first += count;
+    if (first == P::UNITS) first = 0, ++block;
+    count = min(P::UNITS - first, TILE_UNITS);
+    return true;
+  }
+#else
   __device__ explicit Walk(int column_blocks) {
     const u32 total = static_cast<u32>(column_blocks) * P::UNITS;
     const u32 each = total / gridDim.x, more = total % gridDim.x;
@@ -146,6 +214,7 @@ struct Walk {
     count = min(min(P::UNITS - first, TILE_UNITS), left);
     return true;
   }
+#endif
 };
 
 struct Turn {  // of a ring

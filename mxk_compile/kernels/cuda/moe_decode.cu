@@ -33,16 +33,28 @@
 #include "decode_finish.cuh"
 #include "decode_multiply.cuh"
 
+#if MXK_LAT_X >= 1
+// The L2 has x before anybody knows which rows: a part of its lines by each block.
+__device__ __forceinline__ void prefetch_x(const Decode& p) {
+  constexpr int LINES = (K * 2 + 127) / 128;
+  const int i = (threadIdx.x - 32) * gridDim.x + blockIdx.x;
+  if (i < p.tokens * LINES)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.x + static_cast<i64>(i / LINES) * p.x_stride * 2 + i % LINES * 128) : "memory");
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid_constant__ Decode p) {
   extern __shared__ __align__(128) u8 memory[];
   const u32 shared = shared_address(memory), barriers = shared + AT_BARRIERS;
+  MARK(0);
+  MARK_VALUE(1, read_timer());
   let_later_kernels_start();
   if (threadIdx.x == 64 && MXK_ALIGNED && p.maps == nullptr) {
     prefetch_map(p.w13_map), prefetch_map(p.w2_map);
     if (GateUp::PADDED) prefetch_map(p.s13_map);
     if (Down::PADDED) prefetch_map(p.s2_map);
   }
-  if (threadIdx.x == 32) {
+  if (threadIdx.x == (MXK_LAT_SORT ? 0 : 32)) {
     for (int i = 0; i < STAGES; ++i)
       barrier_init(barriers + AT_SLOT_FULL + 8 * i, 1), barrier_init(barriers + AT_SLOT_EMPTY + 8 * i, CONSUMERS);
     for (int i = 0; i < SCALE_STAGES; ++i) barrier_init(barriers + AT_SCALES_EMPTY + 8 * i, CONSUMERS);
@@ -53,38 +65,100 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
     barrier_init_fence();
   }
   wait_for_earlier_kernels();
+#if MXK_LAT_X >= 1
+  if (threadIdx.x >= 32) prefetch_x(p);
+#endif
+#if MXK_LAT_READY
+  const u32 before = RowsReady::now(p.counters);
+#else
   const GridBarrier rows_ready(p.counters);
+#endif
+#if MXK_LAT_TOGETHER
+  MARK_VALUE(3, read_clock());
+  // Few tokens: their digits do not depend on the routes.
+  if (threadIdx.x >= HELPERS * 32 && few_tokens(p)) {
+    make_digits<GateUp, 2, CONSUMERS * 32, 4>(
+        p.tokens, [&](int token) { return p.x + static_cast<i64>(token) * p.x_stride * 2; }, threadIdx.x - HELPERS * 32, shared, 0);
+    MARK(9);
+  }
+#endif
   const Routes routes = sort_routes(p, memory);
+#if MXK_LAT_READY
+  const RowsReady ready(p.counters, before, routes.blocks);
+#endif
   const int warp = threadIdx.x >> 5;
   if (warp < HELPERS) {
     give_registers<HELPER_REGISTERS>();
     if (warp == 0) {
+      MARK(2);
       Turn turn, scales;
       const u64 policy = evict_first();
       copy_rows<GateUp>(p, routes, shared, turn, scales, policy);
+      MARK(4);
       copy_rows<Down>(p, routes, shared, turn, scales, policy);
+      MARK(5);
     } else if (warp <= DIGIT_WARPS) {
       Turn turn;
       const u32 thread = threadIdx.x - 32;
+#if MXK_LAT_READY
+      make_more_digits<GateUp>(p, routes, thread, shared, turn, ready);
+      make_more_digits<Down>(p, routes, thread, shared, turn, ready);
+#else
       make_more_digits<GateUp>(p, routes, thread, shared, turn);
       rows_ready.wait<3, TEAM>(thread);
       make_more_digits<Down>(p, routes, thread, shared, turn);
+#endif
     } else {
       Turn turn;
       const u32 unit = warp - 1 - DIGIT_WARPS;
+#if MXK_LAT_SORT
+      float* weight = const_cast<float*>(routes.weight);
+      for (int r = threadIdx.x - 32 * (1 + DIGIT_WARPS); r < p.tokens * TOP_K; r += EPILOGUE * 32)
+        weight[r] = load_float(p.router, r / TOP_K * p.router_stride[0] + r % TOP_K * p.router_stride[1], p.router_dtype);
+      team_sync<1, EPILOGUE * 32>();
+#endif
+#if MXK_LAT_READY
+      finish_rows<GateUp>(p, routes, unit, shared, turn, ready);
+      if (unit == 1) ready.turn();
+      if (unit == 0) MARK(41);
+      finish_rows<Down>(p, routes, unit, shared, turn, ready);
+#else
       finish_rows<GateUp>(p, routes, unit, shared, turn);
       team_sync<1, EPILOGUE * 32>();
+      if (unit == 0) MARK(38);
       if (unit == 0 && (threadIdx.x & 31) == 0) rows_ready.arrive();  // releases what the others wrote before the sync
+      if (unit == 0) MARK(41);
       finish_rows<Down>(p, routes, unit, shared, turn);
+#endif
+      if (unit == 0) {
+        MARK(42);
+        MARK_VALUE(43, read_timer());
+        u32 sm = 0;
+#if MXK_LAT_CLOCK
+        asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+#endif
+        MARK_VALUE(44, sm);
+        MARK_VALUE(45, routes.blocks);
+      }
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();
     const u32 thread = threadIdx.x - HELPERS * 32;
     const int share = (warp - HELPERS) / 4;
     ConsumerTurns turn;
+    if (thread == 0) MARK(8);
     clear_absent(p, routes, thread, CONSUMERS * 32);
+#if !MXK_LAT_READY
     multiply_rows<GateUp>(p, routes, share, warp % 4, shared, turn);
+    if (thread == 0) MARK(18);
     rows_ready.wait<2, CONSUMERS * 32>(thread);
+    if (thread == 0) MARK(19);
     multiply_rows<Down>(p, routes, share, warp % 4, shared, turn);
+#else
+    multiply_rows<GateUp>(p, routes, share, warp % 4, shared, turn, ready);
+    if (thread == 0) MARK(18);
+    multiply_rows<Down>(p, routes, share, warp % 4, shared, turn, ready);
+#endif
+    if (thread == 0) MARK(29);
   }
 }

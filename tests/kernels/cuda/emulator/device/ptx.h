@@ -86,6 +86,7 @@ PTX void ld_relaxed_gpu_global_u32(auto& d, u64 at) {
   d = emu_at<u32>(at);
 }
 PTX void ld_acquire_gpu_global_u32(auto& d, u64 at) { ld_relaxed_gpu_global_u32(d, at); }
+PTX void prefetch_global_L2(u64) {}
 PTX void ld_volatile_global_u32(auto& d, u64 at) { ld_relaxed_gpu_global_u32(d, at); }
 PTX void st_relaxed_gpu_global_u32(u64 at, u32 value) { emu_at<u32>(at) = value; }
 PTX void st_release_gpu_global_u32(u64 at, u32 value) { emu_at<u32>(at) = value; }
