@@ -57,8 +57,8 @@
 #ifndef MXK_LAT_X
 #define MXK_LAT_X 0
 #endif
-#ifndef MXK_LAT_READY
-#define MXK_LAT_READY 0
+#ifndef MXK_LAT_PARTS
+#define MXK_LAT_PARTS 2
 #endif
 #ifndef MXK_LAT_TOGETHER
 #define MXK_LAT_TOGETHER 1
@@ -178,6 +178,7 @@ struct Projection {
 };
 using GateUp = Projection<K, true, I>;
 using Down = Projection<I, false, K>;
+constexpr int PARTS = MXK_LAT_PARTS;  // of the column blocks: while one's rows of H are on their way, the other's work goes on
 
 constexpr int SLOT = greater(GateUp::SLOT, Down::SLOT);
 constexpr int SCALES = greater(GateUp::SCALES, Down::SCALES);

@@ -54,14 +54,6 @@ __device__ __forceinline__ void store_digits(u32 to, const uint4& v, float scale
 // that has none above 2^-117 are lost.
 __device__ __forceinline__ u32 scale_exponent(u32 largest) { return min(261 - (largest >> 7), 250u); }
 
-#if MXK_LAT_READY
-#define READY_PARAMETER , const RowsReady& ready
-#define READY_ARGUMENT , ready
-#else
-#define READY_PARAMETER
-#define READY_ARGUMENT
-#endif
-
 // The digits of `count` rows, by a team of warps with a barrier of its own: 8 values a thread at a time. What fits into
 // registers is read once, else twice.
 template <class P, int BARRIER, int THREADS_, int HELD, class Row>
@@ -122,15 +114,8 @@ __device__ __forceinline__ void make_digits(int count, const Row& row, u32 threa
 
 // Those of a column block.
 template <class P, int BARRIER, int THREADS_, int HELD>
-__device__ __forceinline__ void make_digits_of(const Decode& p, const Routes& routes, int block, u32 thread, u32 shared, u32 buffer READY_PARAMETER) {
+__device__ __forceinline__ void make_digits_of(const Decode& p, const Routes& routes, int block, u32 thread, u32 shared, u32 buffer) {
   const int first = routes.first[block];
-#if MXK_LAT_READY
-  if (!P::PAIRS) {
-    if (thread == 0) ready.wait(block);
-    team_sync<BARRIER, THREADS_>();
-    if (BARRIER == 2) MARK(19);
-  }
-#endif
   make_digits<P, BARRIER, THREADS_, HELD>(
       routes.count[block],
       [&](int i) {
@@ -144,14 +129,18 @@ constexpr u32 TEAM = DIGIT_WARPS * 32;
 
 // All column blocks of a phase but its first, which the consumers make themselves, since they have nothing to do yet.
 template <class P>
-__device__ __forceinline__ void make_more_digits(const Decode& p, const Routes& routes, u32 thread, u32 shared, Turn& turn READY_PARAMETER) {
+__device__ __forceinline__ void make_more_digits(const Decode& p, const Routes& routes, const RowsReady& ready, u32 thread, u32 shared,
+                                                 Turn& turn) {
   const u32 barriers = shared + AT_BARRIERS;
-  int block = -1;
+  int block = -1, part = -1;
   if (P::PAIRS && routes.together) return;
   for (Walk<P> walk(routes.blocks); walk.next();) {
     if (walk.block == block) continue;
     barrier_wait(barriers + AT_DIGITS_EMPTY + 8 * turn.slot, turn.parity ^ 1);
-    if (block >= 0) make_digits_of<P, 3, TEAM, 4>(p, routes, walk.block, thread, shared, turn.slot READY_ARGUMENT);
+    if (block >= 0) {
+      if (!P::PAIRS && walk.part() != part) ready.wait<3, TEAM>(part = walk.part(), thread);
+      make_digits_of<P, 3, TEAM, 4>(p, routes, walk.block, thread, shared, turn.slot);
+    }
     block = walk.block;
     __syncwarp();
     if ((thread & 31) == 0) barrier_arrive(barriers + AT_DIGITS_FULL + 8 * turn.slot);

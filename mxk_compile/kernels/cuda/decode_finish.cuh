@@ -179,17 +179,19 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
   }
 }
 
-#if MXK_LAT_READY
 template <class P>
-__device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, int unit, u32 shared, Turn& turn, const RowsReady& ready) {
-  u32 tiles = 0;
-#else
-template <class P>
-__device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, int unit, u32 shared, Turn& turn) {
-#endif
+__device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, const RowsReady& ready, int unit, u32 shared, Turn& turn) {
   Walk<P> walk(routes.blocks);
   Stored stored;
   bool more = walk.next();
+  int part = 0;  // whose rows are not all stored
+  const auto arrive = [&](bool still, const Walk<P>& at) {
+    const int end = still ? at.part() : PARTS;
+    if (unit == 0 && (threadIdx.x & 31) == 0)
+      for (; part < end; ++part) ready.arrive(part);
+    part = end;
+  };
+  if (P::PAIRS) arrive(more, walk);
   float bias[2];
   if (more) load_bias<P>(p, routes, walk, unit, bias);
   while (more) {
@@ -208,17 +210,11 @@ __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& route
       if (stored.count == Stored::MOST || (!more && stored.count > 0)) sum_if_last(p, routes, stored);
     }
     turn.advance(SUM_STAGES);
-#if MXK_LAT_READY
-    if constexpr (P::PAIRS) {
-      ++tiles;
-      if (!more || ahead.block != walk.block) {
-        team_sync<1, EPILOGUE * 32>();
-        if (unit == 0 && (threadIdx.x & 31) == 0)  // releases what the others wrote before the sync
-          ready.arrive(walk.block, tiles, walk.first == static_cast<int>(tiles - 1) * TILE_UNITS);
-        tiles = 0;
-      }
+    if (P::PAIRS && !(more && ahead.part() == walk.part())) {
+      team_sync<1, EPILOGUE * 32>();
+      arrive(more, ahead);  // releases what the others wrote before the sync
+      if (unit == 0) MARK(41);
     }
-#endif
     walk = ahead;
     bias[0] = next_bias[0], bias[1] = next_bias[1];
   }

@@ -71,7 +71,8 @@ struct ConsumerTurns {
 
 // Unit `unit` of every tile: the batches of columns whose number modulo SHARES is `share`.
 template <class P>
-__device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& routes, int share, int unit, u32 shared, ConsumerTurns& turn READY_PARAMETER) {
+__device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& routes, const RowsReady& ready, int share, int unit, u32 shared,
+                                              ConsumerTurns& turn) {
   const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
   const u32 barriers = shared + AT_BARRIERS;
   const u32 low_scales = P::scale_at(unit, g, 0), half_scales = P::scale_at(unit, g, 1) - low_scales;
@@ -93,7 +94,12 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
     if (walk.block != block && !(P::PAIRS && routes.together)) {
       if (block >= 0) leave_digits();
       if (block < 0) {
-        make_digits_of<P, 2, CONSUMERS * 32, 4>(p, routes, walk.block, threadIdx.x - HELPERS * 32, shared, turn.digits.slot READY_ARGUMENT);
+        const u32 thread = threadIdx.x - HELPERS * 32;
+        if (!P::PAIRS) {
+          ready.wait<2, CONSUMERS * 32>(walk.part(), thread);
+          MARK(19);
+        }
+        make_digits_of<P, 2, CONSUMERS * 32, 4>(p, routes, walk.block, thread, shared, turn.digits.slot);
         team_sync<2, CONSUMERS * 32>();
         MARK(P::PAIRS ? 9 : 20);
       }

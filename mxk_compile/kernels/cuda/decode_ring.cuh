@@ -33,78 +33,38 @@ __device__ __forceinline__ uint4 load_l2(const u8* pointer) {
   return v;
 }
 
-// Grid-wide barrier: the top bit flips when all blocks have arrived, so the word serves the next launch as it is.
-struct GridBarrier {
-  u32* word;
-  u32 before;  // top bit, read before this block arrives
+// Which parts' rows of H all blocks have stored: a grid-wide barrier for each. The top bit of its word flips when all blocks
+// have arrived, so the word serves the next launch as it is.
+struct RowsReady {
+  static constexpr int WORDS_APART = 32;
+  u32* words;
+  u32 before;  // address in shared memory of the words' values, read before this block arrives
 
-  __device__ explicit GridBarrier(u32* counter) : word(counter) {
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(counter) : "memory");
+  __device__ RowsReady(u32* counters, u32 shared) : words(counters), before(shared + AT_END + 4) {}
+  __device__ void read_before() const {  // by a warp, before a barrier of the block
+    const u32 lane = threadIdx.x & 31;
+    if (lane >= PARTS) return;
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(words + lane * WORDS_APART) : "memory");
+    store_shared_4(before + lane * 4, value);
   }
-  __device__ void arrive() const {
+  __device__ void arrive(int part) const {
     const u32 add = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(add) : "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(words + part * WORDS_APART), "r"(add) : "memory");
   }
   // By a team of warps: its first thread asks.
   template <int BARRIER, int THREADS_>
-  __device__ void wait(u32 thread) const {
+  __device__ void wait(int part, u32 thread) const {
     if (thread == 0) {
+      const u32 old = load_shared_4(before + part * 4);
       u32 now;
       do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
-      } while (((now ^ before) & 0x80000000u) == 0);
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(words + part * WORDS_APART) : "memory");
+      } while (((now ^ old) & 0x80000000u) == 0);
     }
     team_sync<BARRIER, THREADS_>();
   }
 };
-
-#if MXK_LAT_READY
-// Which rows of H are stored: a counter for each of PARTS ranges of column blocks, whose top bit flips once a launch, when all
-// tiles of the range are. Whoever has the range's first tile adds what is missing to the flip. The first word flips too, when
-// all blocks have read it: it says which way.
-struct RowsReady {
-  static constexpr u32 PARTS = COUNTERS_AT - 1;
-  static constexpr u32 TILES = (GateUp::UNITS + TILE_UNITS - 1) / TILE_UNITS, FLIP = 0x80000000u;
-  u32* word;
-  u32 before, blocks;
-
-  __device__ RowsReady(u32* counters, u32 before, int column_blocks) : word(counters), before(before), blocks(column_blocks) {}
-  __device__ static u32 now(const u32* counters) {
-    u32 value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counters) : "memory");
-    return value;
-  }
-  __device__ u32 part(u32 block) const { return blocks <= PARTS ? block : block * PARTS / blocks; }
-  __device__ void add(u32 at, u32 value) const {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word + at), "r"(value) : "memory");
-  }
-  // Of the block's tiles of a column block, `begins` if from its first on.
-  __device__ void arrive(u32 block, u32 tiles, bool begins) const {
-    const u32 in = part(block);
-    if (begins && (block == 0 || part(block - 1) != in)) {
-      u32 end = block + 1;
-      while (end < blocks && part(end) == in) ++end;
-      tiles += FLIP - (end - block) * TILES;
-    }
-    add(1 + in, tiles);
-  }
-  // By a warp of each block, when all of it has read the first word.
-  __device__ void turn() const {
-    const u32 lane = threadIdx.x & 31;
-    if (lane == 0) add(0, blockIdx.x == 0 ? FLIP - (gridDim.x - 1) : 1u);
-    if (blockIdx.x == 0)
-      for (u32 i = blocks + lane; i < PARTS; i += 32) add(1 + i, FLIP);
-  }
-  // By one thread, before a barrier of those that read the rows.
-  __device__ void wait(u32 block) const {
-    const u32* from = word + 1 + part(block);
-    u32 now;
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(from) : "memory");
-    } while (((now ^ before) & FLIP) == 0);
-  }
-};
-#endif
 
 // ---- producer
 

@@ -175,46 +175,46 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
 // ---- the work of this block: units of all column blocks, a tile at a time, never of two column blocks
 
 template <class P>
-struct Walk {
-  int left;                     // units of this block
-  int block, first, count = 0;  // of the tile: column block, first unit in its expert, units
+__device__ constexpr u32 tiles_of() { return (P::UNITS + TILE_UNITS - 1) / TILE_UNITS; }  // of a column block
 
-#if MXK_LAT_TILES
-  static constexpr u32 TILES = (P::UNITS + TILE_UNITS - 1) / TILE_UNITS;  // of a column block
-  // Whole tiles: what counts is how many of them a block has.
-  __device__ explicit Walk(int column_blocks) {
-    const u32 total = static_cast<u32>(column_blocks) * TILES;
-    const u32 each = total / gridDim.x, more = total % gridDim.x;
-    const u32 tile = blockIdx.x * each + min(blockIdx.x, more);
-    left = each + (blockIdx.x < more ? 1 : 0);
-    block = tile / TILES;
-    first = (tile - block * TILES) * TILE_UNITS;
+// Each part is divided evenly among the blocks in whole tiles, since a tile costs the same however few rows it has. Who gets
+// one more is next in turn, from part to part and from gate/up to down, so that in all nobody has more than one more.
+template <class P>
+struct Walk {
+  int blocks, next_part = 0;    // column blocks of all parts
+  u32 turn = 0;                 // who is next
+  int left = 0;                 // tiles of this block in the part
+  int block = 0, first = 0, count = 0;  // of the tile: column block, first unit in its expert, units
+
+  __device__ explicit Walk(int column_blocks) : blocks(column_blocks) {
+    if (!P::PAIRS)
+      for (int part = 0; part < PARTS; ++part) turn += (begin(part + 1) - begin(part)) * tiles_of<GateUp>() % gridDim.x;
+    turn %= gridDim.x;
   }
+  __device__ int part() const { return next_part - 1; }
   __device__ bool next() {
-    if (left-- <= 0) return false;
     first += count;
     if (first == P::UNITS) first = 0, ++block;
+    while (left == 0) {
+      if (next_part == PARTS) return false;
+      const u32 total = (begin(next_part + 1) - begin(next_part)) * tiles_of<P>();
+      const u32 each = total / gridDim.x, more = total - each * gridDim.x;
+      const u32 rank = blockIdx.x >= turn ? blockIdx.x - turn : blockIdx.x + gridDim.x - turn;
+      const u32 tile = rank * each + min(rank, more), in = tile / tiles_of<P>();
+      left = each + (rank < more ? 1 : 0);
+      block = begin(next_part) + in;
+      first = (tile - in * tiles_of<P>()) * TILE_UNITS;
+      turn += more;
+      if (turn >= gridDim.x) turn -= gridDim.x;
+      ++next_part;
+    }
+    --left;
     count = min(P::UNITS - first, TILE_UNITS);
     return true;
   }
-#else
-  __device__ explicit Walk(int column_blocks) {
-    const u32 total = static_cast<u32>(column_blocks) * P::UNITS;
-    const u32 each = total / gridDim.x, more = total % gridDim.x;
-    const u32 unit = blockIdx.x * each + min(blockIdx.x, more);
-    left = each + (blockIdx.x < more ? 1 : 0);
-    block = unit / P::UNITS;
-    first = unit - block * P::UNITS;
-  }
-  __device__ bool next() {
-    left -= count;
-    first += count;
-    if (left <= 0) return false;
-    if (first == P::UNITS) first = 0, ++block;
-    count = min(min(P::UNITS - first, TILE_UNITS), left);
-    return true;
-  }
-#endif
+
+ private:
+  __device__ u32 begin(int part) const { return static_cast<u32>(blocks * part) / PARTS; }
 };
 
 struct Turn {  // of a ring

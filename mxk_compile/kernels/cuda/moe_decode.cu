@@ -68,11 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
 #if MXK_LAT_X >= 1
   if (threadIdx.x >= 32) prefetch_x(p);
 #endif
-#if MXK_LAT_READY
-  const u32 before = RowsReady::now(p.counters);
-#else
-  const GridBarrier rows_ready(p.counters);
-#endif
+  const RowsReady ready(p.counters, shared);
+  if (threadIdx.x / 32 == 1) ready.read_before();
 #if MXK_LAT_TOGETHER
   MARK_VALUE(3, read_clock());
   // Few tokens: their digits do not depend on the routes.
@@ -83,9 +80,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
   }
 #endif
   const Routes routes = sort_routes(p, memory);
-#if MXK_LAT_READY
-  const RowsReady ready(p.counters, before, routes.blocks);
-#endif
   const int warp = threadIdx.x >> 5;
   if (warp < HELPERS) {
     give_registers<HELPER_REGISTERS>();
@@ -100,14 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
     } else if (warp <= DIGIT_WARPS) {
       Turn turn;
       const u32 thread = threadIdx.x - 32;
-#if MXK_LAT_READY
-      make_more_digits<GateUp>(p, routes, thread, shared, turn, ready);
-      make_more_digits<Down>(p, routes, thread, shared, turn, ready);
-#else
-      make_more_digits<GateUp>(p, routes, thread, shared, turn);
-      rows_ready.wait<3, TEAM>(thread);
-      make_more_digits<Down>(p, routes, thread, shared, turn);
-#endif
+      make_more_digits<GateUp>(p, routes, ready, thread, shared, turn);
+      make_more_digits<Down>(p, routes, ready, thread, shared, turn);
     } else {
       Turn turn;
       const u32 unit = warp - 1 - DIGIT_WARPS;
@@ -117,19 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
         weight[r] = load_float(p.router, r / TOP_K * p.router_stride[0] + r % TOP_K * p.router_stride[1], p.router_dtype);
       team_sync<1, EPILOGUE * 32>();
 #endif
-#if MXK_LAT_READY
-      finish_rows<GateUp>(p, routes, unit, shared, turn, ready);
-      if (unit == 1) ready.turn();
-      if (unit == 0) MARK(41);
-      finish_rows<Down>(p, routes, unit, shared, turn, ready);
-#else
-      finish_rows<GateUp>(p, routes, unit, shared, turn);
-      team_sync<1, EPILOGUE * 32>();
-      if (unit == 0) MARK(38);
-      if (unit == 0 && (threadIdx.x & 31) == 0) rows_ready.arrive();  // releases what the others wrote before the sync
-      if (unit == 0) MARK(41);
-      finish_rows<Down>(p, routes, unit, shared, turn);
-#endif
+      finish_rows<GateUp>(p, routes, ready, unit, shared, turn);
+      finish_rows<Down>(p, routes, ready, unit, shared, turn);
       if (unit == 0) {
         MARK(42);
         MARK_VALUE(43, read_timer());
@@ -148,17 +125,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
     ConsumerTurns turn;
     if (thread == 0) MARK(8);
     clear_absent(p, routes, thread, CONSUMERS * 32);
-#if !MXK_LAT_READY
-    multiply_rows<GateUp>(p, routes, share, warp % 4, shared, turn);
+    multiply_rows<GateUp>(p, routes, ready, share, warp % 4, shared, turn);
     if (thread == 0) MARK(18);
-    rows_ready.wait<2, CONSUMERS * 32>(thread);
-    if (thread == 0) MARK(19);
-    multiply_rows<Down>(p, routes, share, warp % 4, shared, turn);
-#else
-    multiply_rows<GateUp>(p, routes, share, warp % 4, shared, turn, ready);
-    if (thread == 0) MARK(18);
-    multiply_rows<Down>(p, routes, share, warp % 4, shared, turn, ready);
-#endif
+    multiply_rows<Down>(p, routes, ready, share, warp % 4, shared, turn);
     if (thread == 0) MARK(29);
   }
 }
