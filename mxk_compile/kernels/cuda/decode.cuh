@@ -57,6 +57,9 @@
 #ifndef MXK_LAT_X
 #define MXK_LAT_X 0
 #endif
+#ifndef MXK_LAT_STAGGER
+#define MXK_LAT_STAGGER 0
+#endif
 #ifndef MXK_LAT_PARTS
 #define MXK_LAT_PARTS 2
 #endif
@@ -115,7 +118,10 @@ constexpr int CONSUMERS = 4 * SHARES;  // warps
 constexpr int THREADS = (CONSUMERS + HELPERS) * 32;
 // Register counts are set by warpgroup and must fit what the launch gives: asking for more would wait for ever.
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int HELPER_REGISTERS = 72;
+#ifndef MXK_LAT_HELPER
+#define MXK_LAT_HELPER 96
+#endif
+constexpr int HELPER_REGISTERS = SHARES > 2 ? 72 : MXK_LAT_HELPER;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
 constexpr int COUNTERS_AT = 64;  // of 32 bits: before them the grid-wide barrier, then one a unit of output rows
 constexpr int COUNTER_BYTES = 4096;

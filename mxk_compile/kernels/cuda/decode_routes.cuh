@@ -100,10 +100,12 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
   if (routes <= 32) {
     if (threadIdx.x < 32) {
       const int found = sort_few(p, routes, expert, first, count, route, expert_of);
+      team_sync<4, 64>();  // the block's mbarriers are there
       if (lane == 0) *blocks = found;
       __syncwarp();
       asm volatile("bar.arrive %0, %1;" ::"n"(0), "n"(THREADS) : "memory");
     } else {
+      if (threadIdx.x < 64) team_sync<4, 64>();
       team_sync<0, THREADS>();
     }
     return {expert, first, count, route, expert_of, weight, *blocks, few_tokens(p)};

@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
     if (GateUp::PADDED) prefetch_map(p.s13_map);
     if (Down::PADDED) prefetch_map(p.s2_map);
   }
-  if (threadIdx.x == (MXK_LAT_SORT ? 0 : 32)) {
+  if (threadIdx.x == 32) {
     for (int i = 0; i < STAGES; ++i)
       barrier_init(barriers + AT_SLOT_FULL + 8 * i, 1), barrier_init(barriers + AT_SLOT_EMPTY + 8 * i, CONSUMERS);
     for (int i = 0; i < SCALE_STAGES; ++i) barrier_init(barriers + AT_SCALES_EMPTY + 8 * i, CONSUMERS);
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
   MARK_VALUE(3, read_clock());
   // Few tokens: their digits do not depend on the routes.
   if (threadIdx.x >= HELPERS * 32 && few_tokens(p)) {
-    make_digits<GateUp, 2, CONSUMERS * 32, 4>(
+    make_digits<GateUp, 2, CONSUMERS * 32, 8>(
         p.tokens, [&](int token) { return p.x + static_cast<i64>(token) * p.x_stride * 2; }, threadIdx.x - HELPERS * 32, shared, 0);
     MARK(9);
   }
