@@ -211,7 +211,7 @@ def masked(
         x: [E, max_m, K] or [E * max_m, K], bf16 for the kernels.
         weight: of mode None or "masked".
         masked_m: int32 [E].
-        expected_m: rows of an expert that the schedule is chosen for, a positive int; the result does not depend on it.
+        expected_m: rows of an expert that the schedule is chosen for, a positive int; results differ by rounding only.
         out: [E * max_m, N] to write to; a new tensor, flat, by default.
         validate_routing: see the module.
 

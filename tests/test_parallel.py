@@ -145,23 +145,37 @@ def test_wrong_ranks_are_refused(call: Any, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
-def _rank(rank: int, num_ranks: int, address: str, answer: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
+def _rank(rank: int, num_ranks: int, address: str, answer: str, backend: str) -> None:
+    device = "cpu"
+    if backend == "nccl":
+        device = f"cuda:{rank}"
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(backend, init_method=address, rank=rank, world_size=num_ranks)
     torch.set_num_threads(1)
-    case = random_case(num_tokens=6, num_experts=7, intermediate_size=2880, **CASES[0])
+    case = random_case(num_tokens=6, num_experts=7, intermediate_size=2880, device=device, **CASES[0])
     whole = packed(case)
     experts, first = expert_shard(whole, rank, num_ranks)
     results = [run(case, experts, first).float(), run(case, tensor_shard(whole, rank, num_ranks)).float()]
     for result in results:
         torch.distributed.all_reduce(result)
     if rank == 0:
-        torch.save(results, answer)
+        torch.save([*results, case.reference()], answer)
     torch.distributed.destroy_process_group()
 
 
-def test_four_processes(tmp_path: Path) -> None:
-    answer, address = tmp_path / "answer.pt", f"file://{tmp_path / 'rendezvous'}"
-    torch.multiprocessing.spawn(_rank, args=(4, address, str(answer)), nprocs=4)
-    expected = random_case(num_tokens=6, num_experts=7, intermediate_size=2880, **CASES[0]).reference()
-    for result in torch.load(answer):
+def _run_ranks(backend: str, num_ranks: int, folder: Path) -> None:
+    answer, address = folder / "answer.pt", f"file://{folder / 'rendezvous'}"
+    torch.multiprocessing.spawn(_rank, args=(num_ranks, address, str(answer), backend), nprocs=num_ranks)
+    *results, expected = torch.load(answer, map_location="cpu")
+    for result in results:
         assert rel_l2(result, expected) < 6e-3
+
+
+def test_four_processes(tmp_path: Path) -> None:
+    _run_ranks("gloo", 4, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two devices")
+def test_two_devices(tmp_path: Path) -> None:
+    _run_ranks("nccl", 2, tmp_path)

@@ -1,15 +1,20 @@
-"""humming-kernels (0.1.20): its two indexed products, from a repacked copy, with their schedules chosen by itself.
+"""humming-kernels (0.1.20): its products, from a repacked copy, with their schedules chosen by itself.
 
-Between and after them, activation and weighted sum are one compiled torch kernel each. The sorted route lists, which a
-server makes anew for each call, are made once a routing here, before it is timed: they are not in its figures.
+Of a layer, its two indexed products; between and after them, activation and weighted sum are one compiled torch kernel
+each. The sorted route lists, which a server makes anew for each call, are made once a routing here, before it is timed:
+they are not in its figures. Of the `chord` suite, one product, indexed or grouped.
+
+It compiles each schedule by NVRTC when it first meets it, about a second, and Inductor both torch kernels: a process's
+first row takes ten seconds more than the next ones.
 
     pip install humming-kernels==0.1.20
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.metadata
-import importlib.util
 import json
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxk_compile.bench.chord import TOP_K, Call
 from mxk_compile.ops.moe import activate, split_rows
 from mxk_compile.projections import align
 from mxk_compile.testing import MoECase
@@ -26,6 +32,8 @@ from . import Unsuitable
 NAME = "humming-kernels, two products and torch between"
 DEVICE, CAPTURABLE = "cuda", True
 _TILE = 128  # its schedules want the rows of a weight to be a multiple
+_GROUPED = {"masked": "grouped_masked", "contiguous": "grouped_contiguous"}
+_MOST_KINDS = 64  # of layers in one process, to compile for; torch stops at 8 and runs the rest uncompiled
 
 
 def version() -> str:
@@ -43,7 +51,7 @@ def missing() -> str | None:
 
 
 class _Product:
-    """One projection: [rows of its input] x the experts' weights [E, N, K] -> [routes, N]."""
+    """One projection: [rows of its input] x the experts' weights [E, N, K] -> [rows, N]."""
 
     def __init__(self, weight: Tensor, scale: Tensor, weight_format: str) -> None:
         from humming import dtypes
@@ -77,19 +85,42 @@ class _Product:
         self._weight, self._scale = packed["weight"], packed["weight_scale"]
         self._locks = torch.zeros(1 << 15, dtype=torch.int32, device=weight.device)
 
-    def bind(self, ids: Tensor, num_experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
+    def indexed(self, ids: Tensor, num_experts: int, top_k: int) -> Callable[[Tensor], Tensor]:
         """The product for one routing; its result keeps zeros where a route is not local."""
-        from humming import ops
-        from humming.kernel.humming import HummingKernel
+        rows = max(int((ids < num_experts).sum()), 1)
+        chosen = self._schedule(rows, "indexed")
+        sorted_ids, expert_ids, padded = align(ids, num_experts, chosen["block_shape"][0])
+        routing = {"sorted_ids": sorted_ids, "expert_ids": expert_ids, "num_tokens_padded": padded}
+        return self._launcher(rows, "indexed", chosen, ids.numel(), top_k, routing)
+
+    def grouped(self, kind: str, rows: int, counts: Tensor, num_outputs: int) -> Callable[[Tensor], Tensor]:
+        """The product of rows that lie by experts, `counts` [E] of each, in a result of `num_outputs` rows."""
+        layout = counts.int()
+        if kind == "grouped_contiguous":  # where an expert's rows begin, and their end
+            layout = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).long()
+        chosen = self._schedule(rows, kind)
+        return self._launcher(rows, kind, chosen, num_outputs, 1, {"expert_layout": layout})
+
+    def _schedule(self, rows: int, kind: str) -> dict[str, Any]:
         from humming.tune import get_heuristics_config
 
-        rows = max(int((ids < num_experts).sum()), 1)
-        chosen = dict(get_heuristics_config(self._layer, shape_m=rows, gemm_type="indexed", device=0))
-        configs = HummingKernel.prepare_kernels(
-            self._layer.to_str(), json.dumps({"gemm_type": "indexed"}), chosen, 0
-        )
-        sorted_ids, expert_ids, padded = align(ids, num_experts, chosen["block_shape"][0])
-        out = torch.zeros(ids.numel(), self.outputs, dtype=torch.bfloat16, device=ids.device)
+        return dict(get_heuristics_config(self._layer, shape_m=rows, gemm_type=kind, device=0))
+
+    def _launcher(
+        self,
+        rows: int,
+        kind: str,
+        chosen: dict[str, Any],
+        num_outputs: int,
+        top_k: int,
+        routing: dict[str, Tensor],
+    ) -> Callable[[Tensor], Tensor]:
+        from humming import ops
+        from humming.kernel.humming import HummingKernel
+
+        gemm = json.dumps({"gemm_type": kind})
+        configs = HummingKernel.prepare_kernels(self._layer.to_str(), gemm, chosen, 0)
+        out = torch.zeros(num_outputs, self.outputs, dtype=torch.bfloat16, device=self._weight.device)
 
         def run(x: Tensor) -> Tensor:
             ops.launch_kernel(
@@ -101,13 +132,34 @@ class _Product:
                 locks=self._locks,
                 top_k=top_k,
                 valid_shape_m=rows,
-                sorted_ids=sorted_ids,
-                expert_ids=expert_ids,
-                num_tokens_padded=padded,
+                **routing,
             )
             return out
 
         return run
+
+
+@functools.cache
+def _between(
+    row_order: str, activation: str, alpha: float, limit: float
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """Bias and activation of [routes, rows of w13], compiled once for all copies of a layer and numbers of tokens."""
+
+    @torch.compile
+    def between(h: Tensor, expert: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is not None:
+            h = h + bias[expert]
+        gate, up = split_rows(h.float(), row_order)
+        return activate(gate, up, activation, alpha, limit).bfloat16()
+
+    return between
+
+
+@torch.compile
+def _finish(y: Tensor, expert: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is not None:
+        y = y + bias[expert]
+    return (y.view(*weights.shape, -1).float() * weights[..., None]).sum(1).bfloat16()
 
 
 def layer(case: MoECase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -120,20 +172,7 @@ def layer(case: MoECase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         )
     first = _Product(case.w13, case.w13_scale, kept["weight_format"])
     second = _Product(case.w2, case.w2_scale, kept["weight_format"])
-
-    @torch.compile(dynamic=False)
-    def middle(h: Tensor, expert: Tensor) -> Tensor:
-        if case.w13_bias is not None:
-            h = h + case.w13_bias[expert]
-        gate, up = split_rows(h.float(), kept["row_order"])
-        return activate(gate, up, kept["activation"], kept["alpha"], kept["limit"]).bfloat16()
-
-    @torch.compile(dynamic=False)
-    def finish(y: Tensor, expert: Tensor, weights: Tensor) -> Tensor:
-        if case.w2_bias is not None:
-            y = y + case.w2_bias[expert]
-        return (y.view(*weights.shape, -1).float() * weights[..., None]).sum(1).bfloat16()
-
+    between = _between(kept["row_order"], kept["activation"], kept["alpha"], kept["limit"])
     bound: dict[int, Any] = {}
 
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -141,14 +180,29 @@ def layer(case: MoECase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
             local = ids < num_experts
             expert = torch.where(local, ids, 0).flatten()
             share = (weights.float() * local).contiguous()
-            calls = first.bind(ids, num_experts, ids.shape[1]), second.bind(ids, num_experts, 1)
-            bound[ids.data_ptr()] = (
-                *calls,
-                expert,
-                share,
-                ids,
-            )  # the routing is kept, and with it its address
+            calls = first.indexed(ids, num_experts, ids.shape[1]), second.indexed(ids, num_experts, 1)
+            # The routing is kept, and with it its address.
+            bound[ids.data_ptr()] = (*calls, expert, share, ids)
         product, down, expert, share, _ = bound[ids.data_ptr()]
-        return finish(down(middle(product(x), expert)), expert, share)
+        with torch._dynamo.config.patch(recompile_limit=_MOST_KINDS):
+            a = between(_rows_vary(product(x)), _rows_vary(expert), case.w13_bias)
+            return _finish(_rows_vary(down(a)), _rows_vary(expert), _rows_vary(share), case.w2_bias)
 
     return run
+
+
+def _rows_vary(tensor: Tensor) -> Tensor:
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
+
+
+def projection(call: Call) -> Call:
+    """The same call of the `chord` suite, made by the peer into a result of its own."""
+    product = _Product(call.weight.weight, call.weight.scale, call.weight.weight_format)
+    num_experts, kind = call.weight.num_experts, call.scenario.kind
+    if kind == "indexed":
+        run = product.indexed(call.experts.view(-1, TOP_K), num_experts, call.top_k)
+    else:
+        counts = torch.bincount(call.experts[call.experts >= 0], minlength=num_experts)
+        run = product.grouped(_GROUPED[kind], call.scenario.rows, counts, len(call.out))
+    return dataclasses.replace(call, run=lambda: run(call.x), out=run(call.x))

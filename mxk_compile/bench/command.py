@@ -53,6 +53,8 @@ def add(commands: Any, count: Callable[[str], int], counts: Callable[[str], list
     bench.add_argument(
         "--suite", choices=SUITES, help="published calls, Chord's projections, or T from 1 to 512"
     )
+    # Of a process that runs one of several implementations: the tables come when all rows are there.
+    bench.add_argument("--rows-alone", action="store_true", help=argparse.SUPPRESS)
     bench.add_argument("--quick", action="store_true", help="a few calls of a layer of 8 experts")
     bench.add_argument(
         "--compare", nargs="+", type=Path, metavar="FILE", help="print the table of one or two runs instead"
@@ -90,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     for row in _rows(options, options.impl[0]):
         print(row.to_json(), flush=True)
         done.append(row)
-    if options.suite == "chord":
+    if options.suite == "chord" and not options.rows_alone:
         print(f"\n{chord_tables.tables(done)}", file=sys.stderr)
     return 0
 
@@ -152,7 +154,9 @@ def _each_in_a_process(options: argparse.Namespace) -> int:
         if child.returncode != 0:
             return child.returncode if child.returncode > 0 else 128 - child.returncode
     found = rows.parse(lines, "mxk bench")
-    if len(options.impl) == 2:
+    if options.suite == "chord":
+        print(f"\n{chord_tables.tables(found)}", file=sys.stderr)
+    elif len(options.impl) == 2:
         pairs, _ = compare.pair(*compare.split(found, "mxk bench"))
         print(f"\n{compare.table(pairs)}", file=sys.stderr)
     return 0
@@ -170,7 +174,7 @@ def _child(options: argparse.Namespace, impl: str) -> list[str]:
         ("--suite", options.suite),
     ):
         command += [flag, str(value)] if value else []
-    return command + ["--quick"] * options.quick
+    return [*command, "--rows-alone", *["--quick"] * options.quick]
 
 
 def _comparison(paths: list[Path]) -> str:

@@ -60,18 +60,24 @@ def make(name: str, layers: list[MoECase]) -> Implementation:
         return _stock(layers)
     if name == "unpacked":
         return _unpacked(layers)
-    peer = load_peer(name)
-    reason = peer.missing()
-    if reason is None and layers[0].w2.device.type != peer.DEVICE:
-        reason = f"runs on {peer.DEVICE}"
-    if reason is not None:
-        raise _refusal(name, reason, "a peer that is installed")
+    peer = peer_on(name, layers[0].w2.device.type)
     unsuitable: type[Exception] = importlib.import_module("peers").Unsuitable
     try:
         found = [peer.layer(layer) for layer in layers]
     except unsuitable as error:
         raise _refusal(name, "it computes no such layer", str(error)) from None
     return Implementation(peer.NAME, found, peer.CAPTURABLE, peer.version())
+
+
+def peer_on(name: str, device: str) -> ModuleType:
+    """`load_peer` of one that can run on "cpu" or "cuda" here; raises KernelError with the reason if it cannot."""
+    peer = load_peer(name)
+    reason = peer.missing()
+    if reason is None and device != peer.DEVICE:
+        reason = f"runs on {peer.DEVICE}"
+    if reason is not None:
+        raise _refusal(name, reason, "a peer that is installed")
+    return peer
 
 
 def load_peer(name: str) -> ModuleType:

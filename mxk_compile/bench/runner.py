@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import platform
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from mxk_compile import kernels
 from mxk_compile.bench import cases, implementations, timing
+from mxk_compile.bench.patience import patience
 from mxk_compile.bench.points import Point
 from mxk_compile.bench.rows import Row
 from mxk_compile.bench.timing import Method, Times
@@ -78,7 +80,13 @@ def run(points: list[Point], device: str, impl: str, method: Method, say: Say) -
                 layers.clear()
                 layers.extend(_layers(point, device, cache_bytes))
             try:
-                yield _measure(point, layers, impl, method, cache_bytes, bandwidth)
+                with (
+                    contextlib.nullcontext()
+                    if impl in implementations.OURS
+                    else patience(f"{impl}: {point}", say)
+                ):
+                    row = _measure(point, layers, impl, method, cache_bytes, bandwidth)
+                yield row
                 done += 1
             except KernelError as error:
                 refused = error

@@ -17,14 +17,14 @@ Tensors (E local experts, N outputs, K inputs; weight, scale and zero as w13, w1
                  padding is any number >= R. The first num_tokens_post_padded entries count: the lists may be longer.
     contiguous   row r is of expert m_indices[r], -1 for padding. Each group of 128 rows is of one expert, padding last.
     masked       row e * max_m + j is of expert e if j < masked_m[e]. expected_m, about how many rows an expert has, is
-                 for choosing a schedule and changes no result.
+                 for choosing a schedule, on which results depend by rounding.
 
 An expert outside [0, E) is none: such rows are of other ranks.
 Row r of `out` reads row r // top_k of x: top_k is k for gate and up, 1 for down, whose input is one row a route.
 All routing tensors stay on the device: nothing of them is read back.
 
-Sums are fp32, and `out` is rounded once. The CUDA kernels round INT4 weights to bf16 before the products; other weights
-are exact.
+Sums are fp32, and `out` is rounded once. On CUDA, INT4 weights are rounded to bf16 before the products where experts
+have many rows; with few, and with other weights, products are exact.
 """
 
 from __future__ import annotations

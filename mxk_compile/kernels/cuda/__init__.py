@@ -1,6 +1,7 @@
 """CUDA kernels of `mxk::moe` and `mxk::project`, compiled where they run: for Hopper, and not run yet, for Blackwell.
 
-moe_decode.cu   few rows an expert: the layer in one launch; maps.py describes weights to its tensor copies
+moe_decode.cu   few rows an expert: the layer, or an INT4 projection (decode_project.py), in one launch; maps.py
+                describes weights to its tensor copies, int4_splits.py reckons how INT4 is divided
 prefill.cu      many: tensor-core products of rows sorted by routing.cu
 devices.py      which devices they serve, and how those differ: the tensor cores' instruction, shared memory
 build.py        sources to machine code; driver.py launches it; operands.py describes tensors to it
@@ -22,6 +23,7 @@ from mxk_compile.errors import KernelError
 from mxk_compile.kernels.cuda import build, decode, dequant, devices, prefill, repack, scales
 from mxk_compile.kernels.cuda.operands import ALIGNMENT, FLOATS, Call, Operands
 from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose
+from mxk_compile.kernels.cuda.tiles import tile_sizes
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
 from mxk_compile.meta.dequant import check_dequant
 from mxk_compile.ops.formats import mxfp4
@@ -132,6 +134,10 @@ class Prepared:
                 x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0,
             )
             chosen = schedule or plan(desc, num_tokens, device)
+            if chosen.kernel == "decode" and not decode.runs(call, chosen.macros):
+                rows = num_tokens * desc.top_k / desc.num_experts
+                most = devices.served(device).most_rows
+                chosen = Schedule("prefill", sizes=tile_sizes(rows, most=most))
             if chosen.kernel == "decode":
                 self._runner: decode.Decode | prefill.Prefill = decode.Decode(call, chosen.macros)
             else:

@@ -1,6 +1,8 @@
 // The decode kernel's parameters: macros of the module, argument of the launch, and what follows from them (moe_decode.cu).
+//
+// With MXK_PROJECT the module holds one projection of `mxk::project`, K outputs of I columns, and no layer.
 #pragma once
-#include "call.cuh"
+#include "formats.cuh"
 
 #ifndef MXK_HIDDEN
 #define MXK_HIDDEN 2880
@@ -15,7 +17,7 @@
 #define MXK_TOP_K 4
 #endif
 #ifndef MXK_MAX_ROUTES
-#define MXK_MAX_ROUTES 256  // multiple of 8
+#define MXK_MAX_ROUTES 256  // multiple of 8; of a projection's masked rows, column blocks
 #endif
 #ifndef MXK_GROUPS
 #define MXK_GROUPS 3  // warpgroups that split the columns of a slot
@@ -24,10 +26,16 @@
 #define MXK_COLUMN_TILES 1  // rows of an expert taken at once, in fours
 #endif
 #ifndef MXK_CHUNK
-#define MXK_CHUNK 32  // groups of 32 columns in a slot, about
+#define MXK_CHUNK (MXK_FORMAT ? 64 : 32)  // groups of 32 columns in a slot, about
+#endif
+#ifndef MXK_UNITS
+#define MXK_UNITS 1  // INT4: units of 16 rows in a slot
+#endif
+#ifndef MXK_PROJECT
+#define MXK_PROJECT 0  // Rows + 1 where the module is a projection
 #endif
 #ifndef MXK_STAGES
-#define MXK_STAGES 0  // slots of the ring; 0: as many as fit, up to 3: more in flight is slower
+#define MXK_STAGES 0  // slots of the ring; 0: as many as fit, up to 3 (INT4, whose are smaller: 6): more in flight is slower
 #endif
 #ifndef MXK_BUFFERS
 #define MXK_BUFFERS 0  // of an expert's activations; 0: two where they fit beside a ring of 3
@@ -48,38 +56,6 @@
 #define MXK_X_ALIGNED 1
 #endif
 
-#ifndef MXK_LAT_TILES
-#define MXK_LAT_TILES 1
-#endif
-#ifndef MXK_LAT_SORT
-#define MXK_LAT_SORT 1
-#endif
-#ifndef MXK_LAT_X
-#define MXK_LAT_X 0
-#endif
-#ifndef MXK_LAT_STAGGER
-#define MXK_LAT_STAGGER 0
-#endif
-#ifndef MXK_LAT_PARTS
-#define MXK_LAT_PARTS 2
-#endif
-#ifndef MXK_LAT_TOGETHER
-#define MXK_LAT_TOGETHER 1
-#endif
-#ifndef MXK_LAT_CLOCK
-#define MXK_LAT_CLOCK 0
-#endif
-#if MXK_LAT_CLOCK
-extern "C" { __device__ u64 decode_clocks[160 * 64]; }
-__device__ __forceinline__ u64 read_clock() { u64 v; asm volatile("mov.u64 %0, %%clock64;" : "=l"(v) :: "memory"); return v; }
-__device__ __forceinline__ u64 read_timer() { u64 v; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(v) :: "memory"); return v; }
-#define MARK(i) do { if ((threadIdx.x & 31) == 0) decode_clocks[blockIdx.x * 64 + (i)] = read_clock(); } while (0)
-#define MARK_VALUE(i, v) do { if ((threadIdx.x & 31) == 0) decode_clocks[blockIdx.x * 64 + (i)] = (v); } while (0)
-#else
-#define MARK(i) do { } while (0)
-#define MARK_VALUE(i, v) do { } while (0)
-#endif
-
 struct alignas(64) TensorMap {
   u8 bytes[128];  // CUtensorMap
 };
@@ -89,16 +65,20 @@ struct Decode {
   // rows lie apart. With lists of weights a map an expert instead, at `maps`: w13, s13, w2, s2 of each.
   TensorMap w13_map, s13_map, w2_map, s2_map;
   const u8* maps;
+  const i32* expert_of_block;  // of sorted rows: expert_ids, num_tokens_post_padded
+  const i32* places_used;
   const u8* x;  // bf16 [T, K], dense rows
-  const u8* ids;
+  const u8* ids;  // or sorted_token_ids, masked_m
   const u8* router;
-  u8* out;  // bf16, contiguous
+  u8* out;  // bf16; of a layer contiguous
   u8* h;
   u8* y;
-  u32* counters;  // from x to here addresses, which differ from call to call of a layer
+  u32* counters;  // from x, or two before it, to here addresses, which differ from call to call
   Operand w13, s13, b13;  // with row_step 1 and separate stacks: up rows are expert + up_expert
   Operand w2, s2, b2;
-  i64 x_stride;                             // elements
+  Operand z13, z2;  // zero points
+  // Elements. Of a projection's row r: row r / x_rows * x_stride + r % x_rows * x_inner of x.
+  i64 x_stride, x_inner, out_stride;
   i64 ids_stride[2], router_stride[2];      // elements
   i64 experts_min;
   i32 tokens;
@@ -106,32 +86,50 @@ struct Decode {
   i32 router_dtype, b13_dtype, b2_dtype;    // Dtype
   i32 activation;                           // Activation
   i32 gate_row, up_row, up_expert;          // not interleaved
+  i32 x_rows, rows, places, block_size, blocks;  // of a projection: as in groups.cu
   float alpha, limit;
 };
 
 constexpr int K = MXK_HIDDEN, I = MXK_INTER, E = MXK_EXPERTS, TOP_K = MXK_TOP_K, MAX_ROUTES = MXK_MAX_ROUTES;
-constexpr int SHARES = MXK_GROUPS;  // of a slot's columns, a warpgroup each
 constexpr int NT = MXK_COLUMN_TILES, ROWS = 4 * NT;
+constexpr int COUNTERS_AT = 64;  // of 32 bits: before them the grid-wide barrier, then one a unit of output rows
+constexpr int COUNTER_BYTES = 4096;
+constexpr int SHARED_LIMIT = MXK_SHARED;  // of a block
+enum ProjectKind { LAYER, ROUTES, SORTED, MASKED };
+constexpr ProjectKind PROJECT = static_cast<ProjectKind>(MXK_PROJECT);
+static_assert(K % (PROJECT ? 16 : 32) == 0 && I % 32 == 0 && MAX_ROUTES % 8 == 0, "limits");
+static_assert(PROJECT || COUNTERS_AT + K / 16 <= COUNTER_BYTES / 4, "counters");
+
+__host__ __device__ constexpr int round_up(int value, int step) { return (value + step - 1) / step * step; }
+__host__ __device__ constexpr int lesser(int a, int b) { return a < b ? a : b; }
+__host__ __device__ constexpr int greater(int a, int b) { return a > b ? a : b; }
+
+// Column blocks are taken in parts: gate/up of all, then down of all. While the rows of H of one part are on their way between
+// the multiprocessors, the next part's work goes on. INT4, whose consumers bring each column block's rows, does better with
+// fewer column blocks a multiprocessor.
+#ifndef MXK_LAT_PARTS
+#define MXK_LAT_PARTS 2
+#endif
+#ifndef MXK_LAT_STAGGER
+#define MXK_LAT_STAGGER 0
+#endif
+#ifndef MXK_LAT_SUM
+#define MXK_LAT_SUM 4
+#endif
+constexpr int PARTS = MXK_FORMAT ? 1 : MXK_LAT_PARTS;
+
+#if MXK_FORMAT
+#include "decode_int4_layout.cuh"
+#else
+constexpr int SHARES = MXK_GROUPS;  // of a slot's columns, a warpgroup each
 constexpr int DIGIT_WARPS = 3, EPILOGUE = 4;  // warp 0 copies, 1..3 make digits, 4..7 are the epilogue
 constexpr int HELPERS = 1 + DIGIT_WARPS + EPILOGUE;
 constexpr int CONSUMERS = 4 * SHARES;  // warps
 constexpr int THREADS = (CONSUMERS + HELPERS) * 32;
 // Register counts are set by warpgroup and must fit what the launch gives: asking for more would wait for ever.
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-#ifndef MXK_LAT_HELPER
-#define MXK_LAT_HELPER 96
-#endif
-constexpr int HELPER_REGISTERS = SHARES > 2 ? 72 : MXK_LAT_HELPER;
+constexpr int HELPER_REGISTERS = SHARES > 2 ? 72 : 96;  // with fewer, the epilogue's spill
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
-constexpr int COUNTERS_AT = 64;  // of 32 bits: before them the grid-wide barrier, then one a unit of output rows
-constexpr int COUNTER_BYTES = 4096;
-constexpr int SHARED_LIMIT = MXK_SHARED;  // of a block
-static_assert(K % 32 == 0 && I % 32 == 0 && MAX_ROUTES % 8 == 0 && COUNTERS_AT + K / 16 <= COUNTER_BYTES / 4, "limits");
-
-__host__ __device__ constexpr int round_up(int value, int step) { return (value + step - 1) / step * step; }
-__host__ __device__ constexpr int lesser(int a, int b) { return a < b ? a : b; }
-__host__ __device__ constexpr int greater(int a, int b) { return a > b ? a : b; }
-
 constexpr int CHUNK = MXK_CHUNK;
 
 // Work comes in units of 16 weight rows, a warp's part of a product; a tile is up to 4 of them, a warpgroup's.
@@ -160,11 +158,13 @@ struct Projection {
   static constexpr int CHUNK_BATCHES = (BATCHES + CHUNKS - 1) / CHUNKS, CHUNK_GROUPS = CHUNK_BATCHES * BATCH;
   // An odd multiple of 16: eight rows' words of four lanes lie in different banks.
   static constexpr int STRIDE = CHUNK_GROUPS * 16 + (CHUNK_GROUPS % 2 ? 0 : 16);
+  static constexpr int WORD = 4;  // bytes of a box's elements
   static constexpr int SLOT = TILE_ROWS * STRIDE;
   // Scales of a tile: copied as they lie in memory, whole, to a place that starts up to 15 bytes early. Row by row, and
   // padded, where they would lie in the same banks.
   static constexpr bool SEPARATE = PAIRS && !MXK_INTERLEAVED, PAIRED = PAIRS && MXK_INTERLEAVED;
   static constexpr bool PADDED = GROUPS % 16 == 0;
+  static constexpr int SCALE_ROW = GROUPS;  // bytes
   static constexpr int SCALE_STRIDE = PADDED ? GROUPS + 16 : GROUPS;
   static constexpr int HALF_SCALES = round_up(TILE_ROWS / 2 * GROUPS + 15, 16);
   static constexpr int SCALES = round_up(PADDED ? TILE_ROWS * SCALE_STRIDE : 2 * HALF_SCALES, 128);
@@ -184,7 +184,6 @@ struct Projection {
 };
 using GateUp = Projection<K, true, I>;
 using Down = Projection<I, false, K>;
-constexpr int PARTS = MXK_LAT_PARTS;  // of the column blocks: while one's rows of H are on their way, the other's work goes on
 
 constexpr int SLOT = greater(GateUp::SLOT, Down::SLOT);
 constexpr int SCALES = greater(GateUp::SCALES, Down::SCALES);
@@ -216,6 +215,7 @@ constexpr int AT_SLOT_FULL = 0, AT_SLOT_EMPTY = AT_SLOT_FULL + 8 * STAGES, AT_SC
 constexpr int AT_DIGITS_FULL = AT_SCALES_EMPTY + 8 * SCALE_STAGES, AT_DIGITS_EMPTY = AT_DIGITS_FULL + 8 * BUFFERS;
 constexpr int AT_SUMS_FULL = AT_DIGITS_EMPTY + 8 * BUFFERS, AT_SUMS_EMPTY = AT_SUMS_FULL + 8 * SUM_STAGES;
 static_assert(AT_SUMS_EMPTY + 8 * SUM_STAGES <= BARRIERS, "barriers");
+#endif
 
 extern "C" {
 __device__ __constant__ extern const int decode_threads = THREADS;

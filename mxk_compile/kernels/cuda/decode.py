@@ -14,13 +14,14 @@ from mxk_compile.kernels.cuda import maps
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors, persistent
-from mxk_compile.kernels.cuda.operands import OPERAND, Call, activation
+from mxk_compile.kernels.cuda.int4_splits import Split, Weight
+from mxk_compile.kernels.cuda.operands import OPERAND, Call, Format, activation, row_bytes
 from mxk_compile.kernels.empty import maker
 
 # struct Decode of decode.cuh; of a layer's call, only addresses change.
-_MAPS = 4 * maps.MAP_BYTES
-_DECODE = struct.Struct(f"={_MAPS}sQ7Q{OPERAND * 6}6q10i2f32x")  # the end fills its alignment of 64
-_CHANGING = ((struct.calcsize(f"={_MAPS}sQ"), struct.Struct("=7Q")),)
+MAPS = 4 * maps.MAP_BYTES
+DECODE = struct.Struct(f"={MAPS}s3Q7Q{OPERAND * 8}8q15i2f44x")  # the end fills its alignment of 64
+_CHANGING = ((struct.calcsize(f"={MAPS}s3Q"), struct.Struct("=7Q")),)
 _COUNTER_BYTES = 4096  # COUNTER_BYTES of decode.cuh
 _MOST_COUNTERS = 4096  # of a device: one a stream, and one a launch in a CUDA graph
 
@@ -34,24 +35,59 @@ def _library(macros: tuple[tuple[str, int], ...], device: Device) -> Library:
 def _kernel(macros: tuple[tuple[str, int], ...], device: Device) -> Kernel:
     library = _library(macros, device)
     threads, shared = library.constant("decode_threads"), library.constant("decode_shared")
-    return Kernel(library.kernel("moe_decode"), _DECODE, _CHANGING, threads, shared, cooperative=True)
+    return Kernel(library.kernel("moe_decode"), DECODE, _CHANGING, threads, shared, cooperative=True)
+
+
+def runs(call: Call, macros: tuple[tuple[str, int], ...]) -> bool:
+    """Whether the decode kernel runs a call with the macros of a schedule.
+
+    INT4 weights must lie as its copies want them, be alike in both products, and fit.
+    """
+    desc, operands = call.desc, call.operands
+    if desc.weight_format == "mxfp4":
+        return True
+    formats = {format_.macros_of_codes for format_ in _formats(call)}
+    if len(formats) > 1 or not operands.aligned(desc):
+        return False
+    columns = (desc.hidden_size, desc.intermediate_size)
+    weights = tuple(
+        Weight(size, *row_bytes(size, group, scale, zero))
+        for size, group, scale, zero in zip(
+            columns, desc.group_sizes, (operands.s13, operands.s2), (operands.z13, operands.z2), strict=True
+        )
+    )
+    return Split.of(macros).fits(weights, desc.num_experts, served(call.device).shared_bytes)
+
+
+def _formats(call: Call) -> tuple[Format, Format]:
+    desc, operands = call.desc, call.operands
+    return (
+        Format.of(desc.weight_format, operands.s13, operands.z13, desc.group_sizes[0]),
+        Format.of(desc.weight_format, operands.s2, operands.z2, desc.group_sizes[1]),
+    )
 
 
 def _encoded_maps(call: Call, library: Library) -> tuple[bytes, Tensor | None]:
     """Of w13, its scales, w2 and its scales, as `maps.encode` has them."""
     desc, operands = call.desc, call.operands
     if not operands.aligned(desc):
-        return bytes(_MAPS), None
+        return bytes(MAPS), None
     hidden, intermediate, experts = desc.hidden_size, desc.intermediate_size, desc.num_experts
     apart = 2 if desc.row_order == "separate" else 1  # matrices of an expert
     sizes13, sizes2 = (experts * apart, 2 * intermediate // apart), (experts, hidden)
     box13 = 16 if desc.row_order == "interleaved" else 8  # gate and up rows that lie apart are copied apart
     box = {name: library.constant(f"decode_{name}") for name in ("box13", "scales13", "box2", "scales2")}
+    scales13, scales2 = (
+        row_bytes(size, group, scale, mxfp4=desc.weight_format == "mxfp4")[0]
+        for size, group, scale in zip(
+            (hidden, intermediate), desc.group_sizes, (operands.s13, operands.s2), strict=True
+        )
+    )
     matrices = (
         maps.Matrix(operands.w13, *sizes13, hidden // 2, box13, box["box13"]),
-        maps.Matrix(operands.s13, *sizes13, hidden // 32, box13, box["scales13"]),
+        maps.Matrix(operands.s13, *sizes13, scales13, box13, box["scales13"]),
         maps.Matrix(operands.w2, *sizes2, intermediate // 2, 16, box["box2"]),
-        maps.Matrix(operands.s2, *sizes2, intermediate // 32, 16, box["scales2"]),
+        maps.Matrix(operands.s2, *sizes2, scales2, 16, box["scales2"]),
     )
     return maps.encode(matrices, call.device)
 
@@ -112,7 +148,7 @@ class Decode:
     """A call with the macros of a schedule, ready to be made.
 
     Args:
-        call: that `supports` accepts, of MXFP4.
+        call: that `supports` accepts and `runs` takes.
         macros: of the schedule, MXK_ left out.
     """
 
@@ -127,23 +163,33 @@ class Decode:
             "MXK_EXPERTS": desc.num_experts,
             "MXK_TOP_K": desc.top_k,
             "MXK_INTERLEAVED": int(desc.row_order == "interleaved"),
-            "MXK_SCALES_SMALL": int(call.scales_small),
+            "MXK_SCALES_SMALL": int(call.scales_small and desc.weight_format == "mxfp4"),
             "MXK_PER_ROUTE": int(desc.per_route),
             "MXK_ALIGNED": int(operands.aligned(desc)),
             "MXK_X_ALIGNED": int(call.x_aligned),
+            **(dict(_formats(call)[0].macros_of_codes) if desc.weight_format != "mxfp4" else {}),
         }
         given = tuple(sorted((chosen | settled).items()))
         device = served(call.device)
         kernel = _kernel(given, device)
         encoded, self._maps = _encoded_maps(call, _library(given, device))
-        parts = (operands.w13, operands.s13, operands.b13, operands.w2, operands.s2, operands.b2)
-        argument = _DECODE.pack(
+        parts = (
+            operands.w13,
+            operands.s13,
+            operands.b13,
+            operands.w2,
+            operands.s2,
+            operands.b2,
+            operands.z13,
+            operands.z2,
+        )
+        argument = DECODE.pack(
             *(encoded, 0 if self._maps is None else self._maps.data_ptr()),
-            *[0] * 7,
+            *[0] * 9,
             *(field for part in parts for field in part.fields),
-            *(call.x_stride, *call.ids_stride, *call.weights_stride, call.experts_min, call.num_tokens),
+            *(call.x_stride, 0, 0, *call.ids_stride, *call.weights_stride, call.experts_min, call.num_tokens),
             *(*call.ids_type, call.weights_type, operands.b13.dtype, operands.b2.dtype, activation(desc)),
-            *(operands.gate_row, operands.up_row, operands.up_expert, call.alpha, call.limit),
+            *(operands.gate_row, operands.up_row, operands.up_expert, *[0] * 5, call.alpha, call.limit),
         )
         self._h_bytes = -(-2 * routes * desc.intermediate_size // 256) * 256
         self._new_scratch = maker("cuda", (self._h_bytes + 4 * routes * desc.hidden_size,), torch.uint8)

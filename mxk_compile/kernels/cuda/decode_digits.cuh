@@ -21,11 +21,6 @@ __device__ __forceinline__ u32 pack_e4m3x2(float low, float high) {
   return d;
 }
 
-__device__ __forceinline__ uint4 load_eight(const u8* from, bool aligned) {
-  if (aligned) return load_l2(from);
-  const u16* e = reinterpret_cast<const u16*>(from);
-  return make_uint4(e[0] | e[1] << 16, e[2] | e[3] << 16, e[4] | e[5] << 16, e[6] | e[7] << 16);
-}
 __device__ __forceinline__ u32 largest_of(const uint4& v) {  // magnitude bits
   const u32 m = greater_halves(greater_halves(v.x & 0x7FFF7FFFu, v.y & 0x7FFF7FFFu),
                                greater_halves(v.z & 0x7FFF7FFFu, v.w & 0x7FFF7FFFu));
@@ -85,9 +80,7 @@ __device__ __forceinline__ void make_digits(int count, const Row& row, u32 threa
       if ((thread & 31) == 0) max_shared(largest + row_of(base + i) * 4, most);
     }
   }
-  if (BARRIER == 2) MARK(P::PAIRS ? 32 : 34);
   team_sync<BARRIER, THREADS_>();
-  if (BARRIER == 2) MARK(P::PAIRS ? 33 : 35);
   for (int base = 0; base < items; base += HELD) {
     if (items > HELD) load(base);
 #pragma unroll
@@ -113,16 +106,18 @@ __device__ __forceinline__ void make_digits(int count, const Row& row, u32 threa
 }
 
 // Those of a column block.
-template <class P, int BARRIER, int THREADS_, int HELD>
+template <class P, int BARRIER, int THREADS_>
 __device__ __forceinline__ void make_digits_of(const Decode& p, const Routes& routes, int block, u32 thread, u32 shared, u32 buffer) {
   const int first = routes.first[block];
-  make_digits<P, BARRIER, THREADS_, HELD>(
-      routes.count[block],
-      [&](int i) {
-        const int route = routes.route[first + i];
-        return P::PAIRS ? p.x + static_cast<i64>(route / TOP_K) * p.x_stride * 2 : p.h + static_cast<i64>(route) * (I * 2);
-      },
-      thread, shared, buffer);
+  make_digits<P, BARRIER, THREADS_, 4>(
+      routes.count[block], [&](int i) { return activations<P>(p, routes.at(first + i)); }, thread, shared, buffer);
+}
+
+// Those of all tokens, where they are few, before the routes are known: the way of x from memory is not added to the ids', and
+// the stream of weights does not stand in it yet.
+__device__ __forceinline__ void make_digits_of_tokens(const Decode& p, u32 thread, u32 shared) {
+  make_digits<GateUp, 2, CONSUMERS * 32, 8>(
+      p.tokens, [&](int token) { return activations<GateUp>(p, token * TOP_K); }, thread, shared, 0);
 }
 
 constexpr u32 TEAM = DIGIT_WARPS * 32;
@@ -132,14 +127,14 @@ template <class P>
 __device__ __forceinline__ void make_more_digits(const Decode& p, const Routes& routes, const RowsReady& ready, u32 thread, u32 shared,
                                                  Turn& turn) {
   const u32 barriers = shared + AT_BARRIERS;
-  int block = -1, part = -1;
   if (P::PAIRS && routes.together) return;
+  int block = -1, part = -1;
   for (Walk<P> walk(routes.blocks); walk.next();) {
     if (walk.block == block) continue;
     barrier_wait(barriers + AT_DIGITS_EMPTY + 8 * turn.slot, turn.parity ^ 1);
     if (block >= 0) {
       if (!P::PAIRS && walk.part() != part) ready.wait<3, TEAM>(part = walk.part(), thread);
-      make_digits_of<P, 3, TEAM, 4>(p, routes, walk.block, thread, shared, turn.slot);
+      make_digits_of<P, 3, TEAM>(p, routes, walk.block, thread, shared, turn.slot);
     }
     block = walk.block;
     __syncwarp();

@@ -4,9 +4,6 @@
 
 // ---- routes to tokens
 
-#ifndef MXK_LAT_SUM
-#define MXK_LAT_SUM 4
-#endif
 // Units of 16 output columns of a column block that a warp has stored and not counted yet: the i-th in lane i. Counting
 // waits for the stores' and the counter's ways to the L2, longer than a short tile takes, so it is done for several at once.
 struct Stored {
@@ -95,25 +92,37 @@ __device__ __forceinline__ void load_bias(const Decode& p, const Routes& routes,
   }
 }
 
+// Scale, in fp32, of column `column` of a row; value of a code there, without it.
+__device__ __forceinline__ float plain_scale(const u8* scales, int column) {
+  if constexpr (IS_MXFP4) {
+    const u32 byte = scales[column / 32];
+    return __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : byte << 23);
+  }
+  return load_float(scales, GROUP_LOG == 31 ? 0 : column >> GROUP_LOG, MXK_SCALES);
+}
+__device__ __forceinline__ float plain_value(u32 code, const u8* zeros, int column) {
+  // An E2M1 code as fp32: its exponent and mantissa at the low end of fp32's, which 2^126 undoes.
+  if constexpr (IS_MXFP4) return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * __uint_as_float(253u << 23);
+  const int zero = MXK_ZEROS ? zeros[GROUP_LOG == 31 ? 0 : column >> GROUP_LOG] : 8;
+  return static_cast<float>(static_cast<int>(MXK_FORMAT == 2 ? code ^ 8 : code) - zero);
+}
+
 // A product in plain fp32, by a warp: where an activation is infinite, which FP8 digits cannot say, or a sum overflowed.
 template <class P>
 __device__ __forceinline__ float plain_product(const Decode& p, const Source<P>& from, i64 row, int half, int route) {
   const u8* weights = from.weights(half) + row * from.row_stride;
   const u8* scales = from.scales(half) + row * from.scale_stride;
-  const u16* x = reinterpret_cast<const u16*>(
-      P::PAIRS ? p.x + static_cast<i64>(route / TOP_K) * p.x_stride * 2 : p.h + static_cast<i64>(route) * (I * 2));
+  const u8* zeros = nullptr;
+  if constexpr (MXK_ZEROS) zeros = from.zeros(half) + row * P::ROW_SCALES;
+  const u16* x = reinterpret_cast<const u16*>(activations<P>(p, route));
   float sum = 0.0f;
   for (int at = threadIdx.x & 31; at < P::BYTES; at += 32) {
-    const u32 byte = scales[at / 16];
-    const float scale = __uint_as_float(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : byte << 23);
+    const float scale = plain_scale(scales, 2 * at);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const u32 code = weights[at] >> (4 * i) & 15;
       u16 value;  // volatile: as H was written by other blocks
       asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(value) : "l"(x + 2 * at + i) : "memory");
-      // An E2M1 code as fp32: its exponent and mantissa at the low end of fp32's, which 2^126 undoes.
-      const float weight = __uint_as_float((code & 8) << 28 | (code & 7) << 22) * __uint_as_float(253u << 23);
-      sum += weight * scale * __uint_as_float(static_cast<u32>(value) << 16);
+      sum += plain_value(weights[at] >> (4 * i) & 15, zeros, 2 * at) * scale * __uint_as_float(static_cast<u32>(value) << 16);
     }
   }
 #pragma unroll
@@ -131,9 +140,8 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
   for (int n = 0; n < NT && 4 * n < count; ++n) {
     const int column = 4 * n + q;
     const bool here = column < count;
-    const int route = routes.route[first + (here ? column : 0)];
+    const int route = routes.at(first + (here ? column : 0));
     float value[2] = {};
-    // A token is a column, or a position in the list is.
     const int token = route / TOP_K;
     const u32 part_at = P::PAIRS && routes.together ? token / 4 * 256 + (lane - q + token % 4) * 8 : n * 256 + lane * 8;
 #pragma unroll
@@ -165,11 +173,11 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
       const float activated = activate(value[0], value[1], p.activation, p.alpha, p.limit);
       reinterpret_cast<u16*>(p.h)[static_cast<i64>(route) * I + output] = static_cast<u16>(pack_bf16x2(activated, 0.0f));
     } else {
-      const float weight = routes.weight[route];
-      const i64 to = static_cast<i64>(route) * K + output;
+      const float weight = PROJECT ? 1.0f : routes.weight[route];
+      const i64 to = static_cast<i64>(route) * (PROJECT ? p.out_stride : K) + output;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if constexpr (MXK_PER_ROUTE) {
+        if constexpr (MXK_PER_ROUTE || PROJECT) {
           reinterpret_cast<u16*>(p.out)[to + 8 * half] = static_cast<u16>(pack_bf16x2(value[half] * weight, 0.0f));
         } else {
           reinterpret_cast<float*>(p.y)[to + 8 * half] = value[half] * weight;
@@ -179,43 +187,46 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
   }
 }
 
+// The units of all tiles take turns: `warp` has every EPILOGUE-th.
 template <class P>
-__device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, const RowsReady& ready, int unit, u32 shared, Turn& turn) {
+__device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, const RowsReady& ready, int warp, u32 shared, Turn& turn) {
+  static_assert(TILE_UNITS <= EPILOGUE, "a warp has one unit of a tile at most");
+  constexpr int MORE = TILE_UNITS % EPILOGUE;
   Walk<P> walk(routes.blocks);
   Stored stored;
   bool more = walk.next();
-  int part = 0;  // whose rows are not all stored
-  const auto arrive = [&](bool still, const Walk<P>& at) {
-    const int end = still ? at.part() : PARTS;
-    if (unit == 0 && (threadIdx.x & 31) == 0)
+  int part = 0;  // the first whose rows of H are not all stored
+  const auto arrive = [&](const Walk<P>& next) {
+    const int end = more ? next.part() : PARTS;
+    if (warp == 0 && (threadIdx.x & 31) == 0)
       for (; part < end; ++part) ready.arrive(part);
     part = end;
   };
-  if (P::PAIRS) arrive(more, walk);
+  if (P::PAIRS) arrive(walk);
+  int unit = warp, next_unit;  // of the tile
   float bias[2];
   if (more) load_bias<P>(p, routes, walk, unit, bias);
   while (more) {
     Walk<P> ahead = walk;  // its biases, whose way from memory is long
     float next_bias[2];
     more = ahead.next();
-    if (more) load_bias<P>(p, routes, ahead, unit, next_bias);
+    next_unit = MORE == 0 ? unit : unit >= MORE ? unit - MORE : unit - MORE + EPILOGUE;
+    if (more) load_bias<P>(p, routes, ahead, next_unit, next_bias);
     barrier_wait(shared + AT_BARRIERS + AT_SUMS_FULL + 8 * turn.slot, turn.parity);
-    if (unit == 0) MARK(P::PAIRS ? 36 : 39);
-    if (unit < walk.count) finish_unit<P>(p, routes, walk, unit, shared + AT_SUMS + turn.slot * SUM_SET, bias);
+    const bool mine = unit < walk.count;
+    if (mine) finish_unit<P>(p, routes, walk, unit, shared + AT_SUMS + turn.slot * SUM_SET, bias);
     __syncwarp();
-    if (unit == 0) MARK(P::PAIRS ? 37 : 40);
     if ((threadIdx.x & 31) == 0) barrier_arrive(shared + AT_BARRIERS + AT_SUMS_EMPTY + 8 * turn.slot);
-    if constexpr (!P::PAIRS && !MXK_PER_ROUTE) {
-      if (unit < walk.count) stored.add(walk.first + unit);
+    if constexpr (!P::PAIRS && !MXK_PER_ROUTE && !PROJECT) {
+      if (mine) stored.add(walk.first + unit);
       if (stored.count == Stored::MOST || (!more && stored.count > 0)) sum_if_last(p, routes, stored);
     }
-    turn.advance(SUM_STAGES);
     if (P::PAIRS && !(more && ahead.part() == walk.part())) {
       team_sync<1, EPILOGUE * 32>();
-      arrive(more, ahead);  // releases what the others wrote before the sync
-      if (unit == 0) MARK(41);
+      arrive(ahead);  // releases what the others wrote before the sync
     }
-    walk = ahead;
+    turn.advance(SUM_STAGES);
+    walk = ahead, unit = next_unit;
     bias[0] = next_bias[0], bias[1] = next_bias[1];
   }
 }
@@ -229,4 +240,12 @@ __device__ __forceinline__ void clear_absent(const Decode& p, const Routes& rout
     for (u32 i = thread; i < K / 4; i += threads)
       reinterpret_cast<uint2*>(p.out)[static_cast<i64>(r) * (K / 4) + i] = make_uint2(0, 0);
   }
+}
+
+// By the epilogue's warps, for themselves: nobody else needs them, and nobody waits for them.
+__device__ __forceinline__ void load_router(const Decode& p, u8* shared, u32 thread) {
+  float* weight = reinterpret_cast<float*>(shared + AT_ROUTER);
+  for (int r = thread; r < p.tokens * TOP_K; r += EPILOGUE * 32)
+    weight[r] = load_float(p.router, r / TOP_K * p.router_stride[0] + r % TOP_K * p.router_stride[1], p.router_dtype);
+  team_sync<1, EPILOGUE * 32>();
 }

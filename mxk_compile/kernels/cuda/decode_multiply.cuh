@@ -86,22 +86,14 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
     for (int n = 0; n < NT; ++n) factors[n].load(shared + AT_FACTORS + (turn.digits.slot * ROWS + 4 * n + q) * 8);
   };
   int block = -1;
-#if MXK_LAT_CLOCK
-  int tile_number = 0;
-  u64 waited = 0;
-#endif
   for (Walk<P> walk(routes.blocks); walk.next(); turn.scales.advance(SCALE_STAGES), turn.sums.advance(SUM_STAGES)) {
     if (walk.block != block && !(P::PAIRS && routes.together)) {
       if (block >= 0) leave_digits();
       if (block < 0) {
         const u32 thread = threadIdx.x - HELPERS * 32;
-        if (!P::PAIRS) {
-          ready.wait<2, CONSUMERS * 32>(walk.part(), thread);
-          MARK(19);
-        }
-        make_digits_of<P, 2, CONSUMERS * 32, 4>(p, routes, walk.block, thread, shared, turn.digits.slot);
+        if (!P::PAIRS) ready.wait<2, CONSUMERS * 32>(walk.part(), thread);
+        make_digits_of<P, 2, CONSUMERS * 32>(p, routes, walk.block, thread, shared, turn.digits.slot);
         team_sync<2, CONSUMERS * 32>();
-        MARK(P::PAIRS ? 9 : 20);
       }
       block = walk.block;
       barrier_wait(barriers + AT_DIGITS_FULL + 8 * turn.digits.slot, turn.digits.parity);
@@ -116,15 +108,7 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
     for (int chunk = 0; chunk < P::CHUNKS; ++chunk, turn.slot.advance(STAGES)) {
       const u32 weights = shared + turn.slot.slot * SLOT + (UNIT * unit + P::slot_row(g, 0)) * P::STRIDE + q * 4;
       const int first = chunk * P::CHUNK_BATCHES, end = min(first + P::CHUNK_BATCHES, P::BATCHES);
-#if MXK_LAT_CLOCK
-      const u64 before_wait = read_clock();
-#endif
       barrier_wait(barriers + AT_SLOT_FULL + 8 * turn.slot.slot, turn.slot.parity);
-#if MXK_LAT_CLOCK
-      waited += read_clock() - before_wait;
-      MARK_VALUE(P::PAIRS ? 30 : 31, waited);
-      if (tile_number * P::CHUNKS + chunk < 9) MARK((P::PAIRS ? 46 : 55) + tile_number * P::CHUNKS + chunk);
-#endif
 #pragma unroll 1
       for (; batch < end; batch += SHARES)
         multiply_batch<P>(weights + (batch - first) * (P::BATCH * 16), half_weights, scales + batch * P::BATCH, half_scales,
@@ -141,9 +125,6 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
                      factors[n].end(sum[n][0]), factors[n].end(sum[n][1]));
     __syncwarp();
     if (lane == 0) barrier_arrive(barriers + AT_SUMS_FULL + 8 * turn.sums.slot);
-#if MXK_LAT_CLOCK
-    MARK((P::PAIRS ? 10 : 21) + min(tile_number, 7)); ++tile_number;
-#endif
   }
   if (block >= 0) leave_digits();
 }

@@ -33,12 +33,25 @@ __device__ __forceinline__ uint4 load_l2(const u8* pointer) {
   return v;
 }
 
-// Which parts' rows of H all blocks have stored: a grid-wide barrier for each. The top bit of its word flips when all blocks
-// have arrived, so the word serves the next launch as it is.
+__device__ __forceinline__ uint4 load_eight(const u8* from, bool aligned) {
+  if (aligned) return load_l2(from);
+  const u16* e = reinterpret_cast<const u16*>(from);
+  return make_uint4(e[0] | e[1] << 16, e[2] | e[3] << 16, e[4] | e[5] << 16, e[6] | e[7] << 16);
+}
+// The row that a route's products are of.
+template <class P>
+__device__ __forceinline__ const u8* activations(const Decode& p, int route) {
+  if (PROJECT) return p.x + (route / p.x_rows * p.x_stride + route % p.x_rows * p.x_inner) * 2;
+  return P::PAIRS ? p.x + static_cast<i64>(route / TOP_K) * p.x_stride * 2 : p.h + static_cast<i64>(route) * (I * 2);
+}
+
+// Of which parts all blocks have stored their rows of H: a grid-wide barrier each. The top bit of its word flips when all
+// blocks have arrived, so the word serves the next launch as it is.
 struct RowsReady {
-  static constexpr int WORDS_APART = 32;
+  static constexpr int WORDS_APART = 32;  // a cache line
   u32* words;
   u32 before;  // address in shared memory of the words' values, read before this block arrives
+  static_assert((PARTS - 1) * WORDS_APART < COUNTERS_AT && 4 + 4 * PARTS <= 16, "places");
 
   __device__ RowsReady(u32* counters, u32 shared) : words(counters), before(shared + AT_END + 4) {}
   __device__ void read_before() const {  // by a warp, before a barrier of the block
@@ -72,15 +85,16 @@ struct RowsReady {
 template <class P>
 struct Source {
   const u8 *low_map, *high_map, *low_scale_map, *high_scale_map;  // of half 0 and 1
-  const u8 *low_weights, *high_weights, *low_scales, *high_scales;
+  const u8 *low_weights, *high_weights, *low_scales, *high_scales, *low_zeros, *high_zeros;
   i64 row_stride, scale_stride;
   i32 low_first, high_first, low_expert, high_expert;  // rows; coordinates in the maps
 
   __device__ Source(const Decode& p, int expert) {
-    const Operand &weight = P::PAIRS ? p.w13 : p.w2, &scale = P::PAIRS ? p.s13 : p.s2;
+    const Operand &weight = P::PAIRS ? p.w13 : p.w2, &scale = P::PAIRS ? p.s13 : p.s2, &zero = P::PAIRS ? p.z13 : p.z2;
     const int second = P::SEPARATE ? expert + p.up_expert : expert;
     low_weights = weight.expert(expert), high_weights = weight.expert(second);
     low_scales = scale.expert(expert), high_scales = scale.expert(second);
+    if (MXK_ZEROS) low_zeros = zero.expert(expert), high_zeros = zero.expert(second);
     row_stride = weight.row_stride, scale_stride = scale.row_stride;
     low_first = P::SEPARATE ? p.gate_row : 0;
     high_first = P::SEPARATE ? p.up_row : P::PAIRED ? 1 : 8;
@@ -95,6 +109,7 @@ struct Source {
   }
   __device__ const u8* weights(int half) const { return half ? high_weights : low_weights; }
   __device__ const u8* scales(int half) const { return half ? high_scales : low_scales; }
+  __device__ const u8* zeros(int half) const { return half ? high_zeros : low_zeros; }
   // Of fragment row g + 8 * half of unit `unit` of the expert, if slot rows were in fragment order.
   __device__ i64 row(int unit, int g, int half) const {
     return (half ? high_first : low_first) + (P::PAIRED ? 16 * unit + 2 * g : P::SEPARATE ? 8 * unit + g : 16 * unit + g);
@@ -114,22 +129,34 @@ __device__ __forceinline__ void copy_units(const Source<P>& from, bool scales, i
            half ? from.high_expert : from.low_expert, barrier, policy);
 }
 
+// Rows of `row` bytes from row `first` on as they lie in memory; half the rows where gate and up rows are apart.
+template <class P>
+__device__ __forceinline__ u32 whole_bytes(int units, u32 row, u32 skew) {
+  return round_up(skew + units * (P::SEPARATE ? 8 : UNIT) * row, 16);
+}
 template <class P>
 __device__ __forceinline__ void copy_scales(const Source<P>& from, int first, int units, u32 to, u32 barrier, u64 policy) {
   const int lane = threadIdx.x & 31;
   if constexpr (P::PADDED) {
     copy_units<P>(from, true, first, units, 0, to, P::SCALE_STRIDE, barrier, policy);
   } else if (lane < (P::SEPARATE ? 2 : 1)) {
-    const u32 skew = P::skew(first), rows = units * (P::SEPARATE ? 8 : UNIT);
-    copy_streamed(to + lane * P::HALF_SCALES, from.scales(lane) + from.row(first, 0, lane) * P::GROUPS - skew,
-                  round_up(skew + rows * P::GROUPS, 16), barrier, policy);
+    const u32 skew = P::skew(first);
+    copy_streamed(to + lane * P::HALF_SCALES, from.scales(lane) + from.row(first, 0, lane) * P::SCALE_ROW - skew,
+                  whole_bytes<P>(units, P::SCALE_ROW, skew), barrier, policy);
+  }
+  if constexpr (MXK_ZEROS) {
+    const u32 skew = P::zero_skew(first);
+    if (lane < (P::SEPARATE ? 2 : 1))
+      copy_streamed(to + P::ZEROS + lane * P::HALF_ZEROS, from.zeros(lane) + from.row(first, 0, lane) * P::ROW_SCALES - skew,
+                    whole_bytes<P>(units, P::ROW_SCALES, skew), barrier, policy);
   }
 }
 template <class P>
 __device__ __forceinline__ u32 scale_bytes(int first, int units) {
-  if (P::PADDED) return units * UNIT * P::SCALE_STRIDE;
-  if (P::SEPARATE) return 2 * round_up(P::skew(first) + units * 8 * P::GROUPS, 16);
-  return round_up(P::skew(first) + units * UNIT * P::GROUPS, 16);
+  constexpr int HALVES = P::SEPARATE ? 2 : 1;
+  u32 bytes = P::PADDED ? units * UNIT * P::SCALE_STRIDE : HALVES * whole_bytes<P>(units, P::SCALE_ROW, P::skew(first));
+  if constexpr (MXK_ZEROS) bytes += HALVES * whole_bytes<P>(units, P::ROW_SCALES, P::zero_skew(first));
+  return bytes;
 }
 
 // Without bulk copies: a byte a lane.
@@ -179,7 +206,7 @@ __device__ __forceinline__ void copy_rows(const Decode& p, const Routes& routes,
           barrier_arrive_expect(full, walk.count * UNIT * P::STRIDE + (chunk == 0 ? scale_bytes<P>(walk.first, walk.count) : 0));
         __syncwarp();
         if (chunk == 0) copy_scales<P>(from, walk.first, walk.count, scales, full, policy);
-        copy_units<P>(from, false, walk.first, walk.count, chunk * P::CHUNK_GROUPS * 4, slot, P::STRIDE, full, policy);
+        copy_units<P>(from, false, walk.first, walk.count, chunk * P::CHUNK_GROUPS * (16 / P::WORD), slot, P::STRIDE, full, policy);
       } else {
         copy_slowly<P>(from, walk.first, walk.count, chunk, groups, slot, scales);
         __syncwarp();

@@ -23,8 +23,10 @@ __device__ __forceinline__ void team_sync() {
 
 // ---- the routes, by expert
 
+// Few tokens: in gate/up a column of the product is a token, and not a position in the column block's list, so that all
+// experts take the same activations, which can be made before the routes are known.
 __device__ __forceinline__ bool few_tokens(const Decode& p) {
-  return MXK_LAT_TOGETHER && p.tokens <= ROWS && p.tokens * TOP_K <= 32;
+  return !MXK_FORMAT && !PROJECT && p.tokens <= ROWS && p.tokens * TOP_K <= 32;
 }
 
 // A column block: up to ROWS routes of one expert. route[first .. first + count) are its routes.
@@ -33,7 +35,9 @@ struct Routes {
   const u16* expert_of;                       // of route; NOT_HERE
   const float* weight;                        // of route
   int blocks;
-  bool together;                              // few tokens: a column is a token in gate/up, whatever the block
+  bool together;                              // as `few_tokens` says
+
+  __device__ int at(int position) const { return PROJECT == MASKED ? position : route[position]; }
 };
 constexpr u32 NOT_HERE = 0xFFFF;
 
@@ -56,12 +60,22 @@ __device__ __forceinline__ u32 local_expert(const Decode& p, int route) {
   return index < E ? static_cast<u32>(index) : NOT_HERE;
 }
 
-#if MXK_LAT_SORT
-// As `sort_routes` below, of up to 32 routes, by one warp: a route a lane.
+// expert_of for the rows of a caller's blocks of `block_size` places.
+__device__ __forceinline__ void read_sorted(const Decode& p, u16* expert_of) {
+  const i32* sorted = reinterpret_cast<const i32*>(p.ids);
+  for (int row = threadIdx.x; row < p.rows; row += THREADS) expert_of[row] = NOT_HERE;
+  __syncthreads();
+  const int used = min(min(p.places, max(0, *p.places_used)), p.blocks * p.block_size);
+  for (int place = threadIdx.x; place < used; place += THREADS) {
+    const int row = sorted[place], expert = p.expert_of_block[place / p.block_size];
+    if (row >= 0 && row < p.rows) expert_of[row] = expert >= 0 && expert < E ? static_cast<u16>(expert) : NOT_HERE;
+  }
+}
+
+// As `sort_routes`, of up to 32 routes, by one warp: a route a lane.
 __device__ __forceinline__ int sort_few(const Decode& p, int routes, u16* expert, u16* first, u16* count, u16* route, u16* expert_of) {
   const int lane = threadIdx.x & 31;
   const u32 e = lane < routes ? local_expert(p, lane) : NOT_HERE;
-  MARK_VALUE(6, read_clock() + (e & 0));
   int at = 0;
   u32 same = 0;
   for (int i = 0; i < routes; ++i) {
@@ -84,9 +98,9 @@ __device__ __forceinline__ int sort_few(const Decode& p, int routes, u16* expert
   }
   return __popc(starters);
 }
-#endif
 
-// Every block sorts the routes for itself: its first warp counts, places and lists them, in route order.
+// Every block sorts the routes for itself: its first warp counts, places and lists them, in route order. The first warp may
+// use the mbarriers afterwards; the others are not waited for where routes are few.
 __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
   int* counts = reinterpret_cast<int*>(shared + AT_COUNTS);
   int* offsets = reinterpret_cast<int*>(shared + AT_OFFSETS);
@@ -95,14 +109,12 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
   u16 *expert_of = lists + 4 * MAX_ROUTES, *rank = lists + 5 * MAX_ROUTES;
   int* blocks = reinterpret_cast<int*>(shared + AT_END);
   float* weight = reinterpret_cast<float*>(shared + AT_ROUTER);
-  const int routes = p.tokens * TOP_K, lane = threadIdx.x;
-#if MXK_LAT_SORT
-  if (routes <= 32) {
+  const int routes = PROJECT >= SORTED ? p.rows : p.tokens * TOP_K, lane = threadIdx.x;
+  if (!PROJECT && routes <= 32) {
     if (threadIdx.x < 32) {
       const int found = sort_few(p, routes, expert, first, count, route, expert_of);
-      team_sync<4, 64>();  // the block's mbarriers are there
       if (lane == 0) *blocks = found;
-      __syncwarp();
+      team_sync<4, 64>();  // the second warp made the mbarriers
       asm volatile("bar.arrive %0, %1;" ::"n"(0), "n"(THREADS) : "memory");
     } else {
       if (threadIdx.x < 64) team_sync<4, 64>();
@@ -110,21 +122,20 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
     }
     return {expert, first, count, route, expert_of, weight, *blocks, few_tokens(p)};
   }
-#else
-  for (int r = threadIdx.x - 32; r < routes; r += THREADS - 32)
-    if (r >= 0) weight[r] = load_float(p.router, r / TOP_K * p.router_stride[0] + r % TOP_K * p.router_stride[1], p.router_dtype);
-#endif
-  if (routes > 32) {
-    for (int r = threadIdx.x; r < routes; r += THREADS) expert_of[r] = static_cast<u16>(local_expert(p, r));
+  if (PROJECT != MASKED) {
+    if (PROJECT == SORTED) {
+      read_sorted(p, expert_of);
+    } else {
+      for (int r = threadIdx.x; r < routes; r += THREADS) expert_of[r] = static_cast<u16>(local_expert(p, r));
+    }
     __syncthreads();
   }
   if (threadIdx.x < 32) {
-    const u32 only = routes <= 32 && lane < routes ? local_expert(p, lane) : NOT_HERE;
-    if (routes <= 32 && lane < routes) expert_of[lane] = static_cast<u16>(only);
-    for (int e = lane; e < E; e += 32) counts[e] = 0;
+    for (int e = lane; e < E; e += 32)
+      counts[e] = PROJECT == MASKED ? min(max(reinterpret_cast<const i32*>(p.ids)[e], 0), p.block_size) : 0;
     __syncwarp();
-    for (int base = 0; base < routes; base += 32) {
-      const u32 e = routes <= 32 ? only : base + lane < routes ? expert_of[base + lane] : NOT_HERE;
+    for (int base = 0; PROJECT != MASKED && base < routes; base += 32) {
+      const u32 e = base + lane < routes ? expert_of[base + lane] : NOT_HERE;
       const u32 same = __match_any_sync(~0u, e);
       const u32 earlier = same & ((1u << lane) - 1);
       const int before = e != NOT_HERE ? counts[e] : 0;
@@ -155,7 +166,7 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
     for (int i = 0; i < EACH; ++i) {
       const int e = lane * EACH + i;
       if (mine[i] == 0) continue;
-      int row = before & 0xFFFF, block = before >> 16;
+      int row = PROJECT == MASKED ? e * p.block_size : before & 0xFFFF, block = before >> 16;
       offsets[e] = row;
       for (int left = mine[i]; left > 0; left -= ROWS, row += ROWS, ++block) {
         expert[block] = static_cast<u16>(e);
@@ -165,33 +176,37 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
       before = (block << 16) + (before & 0xFFFF) + mine[i];
     }
     __syncwarp();
-    for (int r = lane; r < routes; r += 32) {
+    for (int r = lane; PROJECT != MASKED && r < routes; r += 32) {
       const u32 e = expert_of[r];
       if (e != NOT_HERE) route[offsets[e] + rank[r]] = static_cast<u16>(r);
     }
   }
   __syncthreads();
-  return {expert, first, count, route, expert_of, weight, *blocks, few_tokens(p)};
+  return {expert, first, count, route, expert_of, weight, *blocks, false};
 }
 
 // ---- the work of this block: units of all column blocks, a tile at a time, never of two column blocks
 
+// What is shared out: whole tiles, since one costs the same however few units it has; INT4's, whose warps go through all units,
+// costs what it has.
+constexpr int STEP = MXK_FORMAT ? 1 : TILE_UNITS;
 template <class P>
-__device__ constexpr u32 tiles_of() { return (P::UNITS + TILE_UNITS - 1) / TILE_UNITS; }  // of a column block
+__device__ constexpr u32 steps_of() { return (P::UNITS + STEP - 1) / STEP; }  // of a column block
 
-// Each part is divided evenly among the blocks in whole tiles, since a tile costs the same however few rows it has. Who gets
-// one more is next in turn, from part to part and from gate/up to down, so that in all nobody has more than one more.
+// Each part is divided evenly among the blocks. Those who get one step more are the next in turn, from part to part and from
+// gate/up to down, so that in all nobody has more than one more.
 template <class P>
 struct Walk {
-  int blocks, next_part = 0;    // column blocks of all parts
-  u32 turn = 0;                 // who is next
-  int left = 0;                 // tiles of this block in the part
+  int column_blocks, next_part = 0;
+  u32 turn = 0;                         // who is next
+  int left = 0;                         // steps of this block in the part
   int block = 0, first = 0, count = 0;  // of the tile: column block, first unit in its expert, units
 
-  __device__ explicit Walk(int column_blocks) : blocks(column_blocks) {
-    if (!P::PAIRS)
-      for (int part = 0; part < PARTS; ++part) turn += (begin(part + 1) - begin(part)) * tiles_of<GateUp>() % gridDim.x;
-    turn %= gridDim.x;
+  __device__ explicit Walk(int column_blocks) : column_blocks(column_blocks) {
+    if constexpr (!P::PAIRS && !PROJECT) {
+      for (int part = 0; part < PARTS; ++part) turn += (begin(part + 1) - begin(part)) * steps_of<GateUp>() % gridDim.x;
+      turn %= gridDim.x;
+    }
   }
   __device__ int part() const { return next_part - 1; }
   __device__ bool next() {
@@ -199,24 +214,24 @@ struct Walk {
     if (first == P::UNITS) first = 0, ++block;
     while (left == 0) {
       if (next_part == PARTS) return false;
-      const u32 total = (begin(next_part + 1) - begin(next_part)) * tiles_of<P>();
+      const u32 total = (begin(next_part + 1) - begin(next_part)) * steps_of<P>();
       const u32 each = total / gridDim.x, more = total - each * gridDim.x;
       const u32 rank = blockIdx.x >= turn ? blockIdx.x - turn : blockIdx.x + gridDim.x - turn;
-      const u32 tile = rank * each + min(rank, more), in = tile / tiles_of<P>();
+      const u32 step = rank * each + min(rank, more), in = step / steps_of<P>();
       left = each + (rank < more ? 1 : 0);
       block = begin(next_part) + in;
-      first = (tile - in * tiles_of<P>()) * TILE_UNITS;
+      first = (step - in * steps_of<P>()) * STEP;
       turn += more;
       if (turn >= gridDim.x) turn -= gridDim.x;
       ++next_part;
     }
-    --left;
-    count = min(P::UNITS - first, TILE_UNITS);
+    count = min(min(P::UNITS - first, TILE_UNITS), left * STEP);
+    left -= (count + STEP - 1) / STEP;
     return true;
   }
 
  private:
-  __device__ u32 begin(int part) const { return static_cast<u32>(blocks * part) / PARTS; }
+  __device__ u32 begin(int part) const { return static_cast<u32>(column_blocks * part) / PARTS; }
 };
 
 struct Turn {  // of a ring

@@ -1,4 +1,5 @@
-"""`mxk::project` on CUDA: one expert GEMM of prefill.cu, for rows that routing.cu or groups.cu bring together.
+"""`mxk::project` on CUDA: one expert GEMM of prefill.cu, for rows that routing.cu or groups.cu bring together, or, for
+INT4 and few rows an expert, the decode kernel's one launch (decode_project.py).
 
 Three launches and one more for each further tile size: a plan (rows of each expert, tiles), a gather of x into
 prefill.cu's blocks, and the product, which writes each row of `out` where the caller wants it. Nothing is read back, so
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxk_compile.kernels.cuda import prefill, scales
+from mxk_compile.kernels.cuda import decode_project, prefill, scales
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
 from mxk_compile.kernels.cuda.operands import ABSENT, ALIGNMENT, Format, Operand, operand
 from mxk_compile.kernels.cuda.prefill import BLOCK, ROW_BYTES, ROW_STEP
+from mxk_compile.kernels.cuda.schedule import Product, choose_of_product
 from mxk_compile.kernels.cuda.tiles import MOST_SIZES, tile_sizes
 from mxk_compile.kernels.empty import maker
 from mxk_compile.ops.project import GROUP_ROWS, NUM_ROUTING
@@ -166,6 +168,7 @@ class _Projection:
         device = out.get_device()
         weight_format = attributes["weight_format"]
         self._device, self._overload = device, overload
+        self._decode: decode_project.DecodeProjection | None = None
         self._scales = scales.Watch((scale,)) if weight_format == "mxfp4" else None
         num_experts, columns, (num_rows, outputs) = len(weight), x.shape[-1], out.shape
         self._copies_x, self._copies_out = x.stride(-1) != 1, out.stride(1) != 1
@@ -182,19 +185,37 @@ class _Projection:
         top_k = attributes.get("top_k", 1)
         mean = attributes["expected_m"] if overload == "masked" else num_rows / num_experts
         self._kind = served(device)
-        sizes = tile_sizes(mean, even=overload == "contiguous", most=self._kind.most_rows)
-        with torch.cuda.device(device):
-            format_ = Format.of(weight_format, self._parts[1], self._parts[2], columns // scale.shape[-1])
-            small = self._scales is None or self._scales.small is True
-            self._kernels = [
-                prefill.product("prefill_project", size, format_, small, self._kind) for size in sizes
-            ]
+        format_ = Format.of(weight_format, self._parts[1], self._parts[2], columns // scale.shape[-1])
+        of_weight = decode_project.weight_of(columns, scale.shape[-1], self._parts)
+        most_rows = num_rows // num_experts if overload == "masked" else 0
+        sizes_of = (num_experts, outputs, of_weight, mean, overload == "contiguous", num_rows, most_rows)
+        schedule = choose_of_product(Product(weight_format, *sizes_of, self._kind))
         x_stride, x_outer = x.stride(-2), x.stride(0) if x.dim() == 3 else 0
         if self._copies_x:
             x_stride, x_outer = columns, columns * (x.shape[1] if x.dim() == 3 else 0)
         aligned = self._copies_x or (
             x.data_ptr() % ALIGNMENT == 0 and all(stride % 8 == 0 for stride in (x_stride, x_outer))
         )
+        out_stride = outputs if self._copies_out else out.stride(0)
+        if weight_format != "mxfp4" and decode_project.runs(
+            overload, schedule, of_weight, self._parts, num_experts, outputs, self._kind
+        ):
+            if overload == "masked":
+                strides = (x_outer if x.dim() == 3 else most_rows * x_stride, x_stride, out_stride)
+            else:
+                strides = (x_stride, 0, out_stride)
+            with torch.cuda.device(device):
+                self._decode = decode_project.DecodeProjection(
+                    *(overload, out, x, routing, attributes, self._parts, format_, of_weight, num_experts),
+                    *(schedule, strides, aligned),
+                )
+            return
+        sizes = schedule.sizes or tile_sizes(mean, even=overload == "contiguous", most=self._kind.most_rows)
+        with torch.cuda.device(device):
+            small = self._scales is None or self._scales.small is True
+            self._kernels = [
+                prefill.product("prefill_project", size, format_, small, self._kind) for size in sizes
+            ]
         all_sizes = (*sizes, *(0,) * (MOST_SIZES - len(sizes)))
         if overload == "routes":
             self._places = num_rows
@@ -224,7 +245,6 @@ class _Projection:
                 *(num_rows, top_k, columns, space.total_rows, space.most_tiles, *all_sizes, aligned),
             )
         self._gather_blocks = prefill.gather_blocks(self._places, columns)
-        out_stride = outputs if self._copies_out else out.stride(0)
         wide = self._copies_out or out.data_ptr() % ALIGNMENT == 0
         self._products = [
             prefill.GEMM.pack(
@@ -250,16 +270,21 @@ class _Projection:
             self._run(out, x, routing)
 
     def _run(self, out: Tensor, x: Tensor, routing: tuple[Tensor, ...]) -> None:
-        device, space = self._device, self._space
+        device = self._device
         stream = torch._C._cuda_getCurrentRawStream(device)
         x = x.contiguous() if self._copies_x else x
         result = out.contiguous() if self._copies_out else out  # with what it holds: not every row is written
-        workspace = self._new_workspace()
+        if self._overload != "routes":
+            routing = tuple(tensor.contiguous() for tensor in routing)
+        if self._decode is not None:
+            self._decode(stream, result, x, routing)
+            if self._copies_out:
+                out.copy_(result)
+            return
+        workspace, space = self._new_workspace(), self._space
         base = workspace.data_ptr()
         tiles, num_tiles, target = base + space.tiles, base + space.num_tiles, base + space.target
         rows, of_blocks = base + space.x, base + space.of_blocks
-        if self._overload != "routes":
-            routing = tuple(tensor.contiguous() for tensor in routing)
         first = routing[0].data_ptr()
         if self._overload == "routes":
             plan, gather, _ = prefill.routing(self._kind)

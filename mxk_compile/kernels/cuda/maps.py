@@ -12,7 +12,7 @@ from mxk_compile.kernels.cuda.driver import ask, persistent
 from mxk_compile.kernels.cuda.operands import Operand
 
 MAP_BYTES = 128  # of a CUtensorMap
-_WORD = 4  # bytes of the elements that the maps are told of: a box takes up to 256
+_MOST_WORDS = 256  # elements in a row of a box
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +41,17 @@ class Matrix:
         _, _, expert_stride, row_stride = self.operand.fields
         if experts == 1:  # a stride that is not used must be valid all the same
             expert_stride = self.rows * row_stride
-        sizes = (self.row_bytes // _WORD, self.rows, experts)
+        word = 4 if self.box_bytes <= 4 * _MOST_WORDS else 8  # `Projection::WORD` of decode.cuh
+        kinds = driver.CUtensorMapDataType
+        kind = kinds.CU_TENSOR_MAP_DATA_TYPE_UINT32 if word == 4 else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT64
+        sizes = (self.row_bytes // word, self.rows, experts)
         encoded = driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT32,
+            kind,
             len(sizes),
             address,
             [driver.cuuint64_t(size) for size in sizes],
             [driver.cuuint64_t(stride) for stride in (row_stride, expert_stride)],
-            [driver.cuuint32_t(size) for size in (self.box_bytes // _WORD, self.box_rows, 1)],
+            [driver.cuuint32_t(size) for size in (self.box_bytes // word, self.box_rows, 1)],
             [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,

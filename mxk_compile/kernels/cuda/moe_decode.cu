@@ -1,11 +1,12 @@
-// Few tokens: a whole MXFP4 MoE layer in one launch, from the checkpoint's bytes.
+// Few tokens: a whole MXFP4 or INT4 MoE layer in one launch, or one INT4 projection, from the checkpoint's bytes.
 //
 //   H[r, i]   = bf16(activate(w13[gate(i)] . x[r / k] + bias, w13[up(i)] . x[r / k] + bias))   r = token * k + slot
 //   Y[r, n]   = (w2[n] . H[r] + bias) * router[r]                                              fp32
 //   out[t, n] = Y[t, 0, n] + Y[t, 1, n] + ...   in slot order, one rounding to bf16; with PER_ROUTE out[r, n] = Y[r, n]
 //
 // Launch contract (one module a shape; macros MXK_* and their defaults in decode.cuh)
-//   kernel      moe_decode(const __grid_constant__ Decode)
+//   kernel      moe_decode(const __grid_constant__ Decode); with MXK_PROJECT instead decode_project, out[r] = W[expert of r] . x
+//               for rows that routes, a caller's sorted list or counts of an expert name; others are not written
 //   grid        the multiprocessors of the device, one block each, all resident at once: launch cooperatively
 //   block       decode_threads, dynamic shared memory decode_shared bytes: device constants of the module, to be read back
 //   maps        tensor maps of the weights (kernels/cuda/maps.py), with boxes of the sizes that the module names
@@ -14,7 +15,8 @@
 //               overlap need their own
 //   limits      T * k <= MXK_MAX_ROUTES; K, I multiples of 32; K up to 15360, for the counters. MXK_ALIGNED=1:
 //               weight rows on 16-byte boundaries, scale rows dense and every expert's scales on a 16-byte boundary.
-//               MXK_X_ALIGNED=1: rows of x on 16-byte boundaries. Otherwise 0: same results, slow copies.
+//               MXK_X_ALIGNED=1: rows of x on 16-byte boundaries. Otherwise 0: same results, slow copies. INT4: scales and
+//               zero points as of MXK_ALIGNED=1, the same kind in both weights
 //   ids         any integer type; outside [experts_min, experts_min + E) adds nothing, duplicates add; nothing is read
 //               by the host
 //
@@ -28,106 +30,108 @@
 // warps. Four warps add the consumers' sums in fixed order, apply bias, activation or router weight, and store; whoever stores
 // the last part of 16 output columns adds up the slots there.
 // Gate row i and up row i meet in one lane: the activation needs no exchange.
+//
+// INT4 keeps the blocks, their shares, the ring and the ends; what differs is in decode_int4.cuh. Its products are `mma.sync`
+// of a warp by itself: a tile is MXK_UNITS units, every warp of the consumers has a share of the columns of all of them,
+// and activations stay bf16, brought by the consumers when an expert begins. They take 2 bytes a column and row of shared
+// memory: 8 rows of K = 7168 leave room for the ring, 16 do not.
 // What binds: docs/performance/h200.md.
-#include "decode_digits.cuh"
 #include "decode_finish.cuh"
+#if MXK_FORMAT
+#include "decode_int4.cuh"
+#else
+#include "decode_digits.cuh"
 #include "decode_multiply.cuh"
-
-#if MXK_LAT_X >= 1
-// The L2 has x before anybody knows which rows: a part of its lines by each block.
-__device__ __forceinline__ void prefetch_x(const Decode& p) {
-  constexpr int LINES = (K * 2 + 127) / 128;
-  const int i = (threadIdx.x - 32) * gridDim.x + blockIdx.x;
-  if (i < p.tokens * LINES)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.x + static_cast<i64>(i / LINES) * p.x_stride * 2 + i % LINES * 128) : "memory");
-}
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid_constant__ Decode p) {
-  extern __shared__ __align__(128) u8 memory[];
-  const u32 shared = shared_address(memory), barriers = shared + AT_BARRIERS;
-  MARK(0);
-  MARK_VALUE(1, read_timer());
-  let_later_kernels_start();
+__device__ __forceinline__ void start_barriers(const Decode& p, u32 barriers) {
   if (threadIdx.x == 64 && MXK_ALIGNED && p.maps == nullptr) {
-    prefetch_map(p.w13_map), prefetch_map(p.w2_map);
-    if (GateUp::PADDED) prefetch_map(p.s13_map);
+    if (!PROJECT) prefetch_map(p.w13_map);
+    prefetch_map(p.w2_map);
+    if (!PROJECT && GateUp::PADDED) prefetch_map(p.s13_map);
     if (Down::PADDED) prefetch_map(p.s2_map);
   }
   if (threadIdx.x == 32) {
     for (int i = 0; i < STAGES; ++i)
       barrier_init(barriers + AT_SLOT_FULL + 8 * i, 1), barrier_init(barriers + AT_SLOT_EMPTY + 8 * i, CONSUMERS);
     for (int i = 0; i < SCALE_STAGES; ++i) barrier_init(barriers + AT_SCALES_EMPTY + 8 * i, CONSUMERS);
-    for (int i = 0; i < BUFFERS; ++i)
+    for (int i = 0; DIGIT_WARPS > 0 && i < BUFFERS; ++i)
       barrier_init(barriers + AT_DIGITS_FULL + 8 * i, DIGIT_WARPS), barrier_init(barriers + AT_DIGITS_EMPTY + 8 * i, CONSUMERS);
     for (int i = 0; i < SUM_STAGES; ++i)
       barrier_init(barriers + AT_SUMS_FULL + 8 * i, CONSUMERS), barrier_init(barriers + AT_SUMS_EMPTY + 8 * i, EPILOGUE);
     barrier_init_fence();
   }
+}
+
+#if MXK_PROJECT
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_project(const __grid_constant__ Decode p) {
+  extern __shared__ __align__(128) u8 memory[];
+  const u32 shared = shared_address(memory);
+  let_later_kernels_start();
+  start_barriers(p, shared + AT_BARRIERS);
   wait_for_earlier_kernels();
-#if MXK_LAT_X >= 1
-  if (threadIdx.x >= 32) prefetch_x(p);
-#endif
-  const RowsReady ready(p.counters, shared);
-  if (threadIdx.x / 32 == 1) ready.read_before();
-#if MXK_LAT_TOGETHER
-  MARK_VALUE(3, read_clock());
-  // Few tokens: their digits do not depend on the routes.
-  if (threadIdx.x >= HELPERS * 32 && few_tokens(p)) {
-    make_digits<GateUp, 2, CONSUMERS * 32, 8>(
-        p.tokens, [&](int token) { return p.x + static_cast<i64>(token) * p.x_stride * 2; }, threadIdx.x - HELPERS * 32, shared, 0);
-    MARK(9);
-  }
-#endif
+  const RowsReady ready(p.counters, shared);  // there is only one phase
   const Routes routes = sort_routes(p, memory);
   const int warp = threadIdx.x >> 5;
   if (warp < HELPERS) {
     give_registers<HELPER_REGISTERS>();
+    Turn turn, scales;
+    if (warp == 0) copy_rows<Down>(p, routes, shared, turn, scales, evict_first());
+    else finish_rows<Down>(p, routes, ready, warp - 1, shared, turn);
+  } else {
+    take_registers<CONSUMER_REGISTERS>();
+    ConsumerTurns turn;
+    multiply_rows<Down>(p, routes, ready, warp - HELPERS, shared, turn);
+  }
+}
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid_constant__ Decode p) {
+  extern __shared__ __align__(128) u8 memory[];
+  const u32 shared = shared_address(memory);
+  let_later_kernels_start();
+  start_barriers(p, shared + AT_BARRIERS);
+  wait_for_earlier_kernels();
+  const int warp = threadIdx.x >> 5;
+  const RowsReady ready(p.counters, shared);
+  if (warp == 1) ready.read_before();
+#if !MXK_FORMAT
+  if (warp >= HELPERS && few_tokens(p)) make_digits_of_tokens(p, threadIdx.x - HELPERS * 32, shared);
+#endif
+  const Routes routes = sort_routes(p, memory);
+  if (warp < HELPERS) {
+    give_registers<HELPER_REGISTERS>();
     if (warp == 0) {
-      MARK(2);
       Turn turn, scales;
       const u64 policy = evict_first();
       copy_rows<GateUp>(p, routes, shared, turn, scales, policy);
-      MARK(4);
       copy_rows<Down>(p, routes, shared, turn, scales, policy);
-      MARK(5);
+#if !MXK_FORMAT
     } else if (warp <= DIGIT_WARPS) {
       Turn turn;
       const u32 thread = threadIdx.x - 32;
       make_more_digits<GateUp>(p, routes, ready, thread, shared, turn);
       make_more_digits<Down>(p, routes, ready, thread, shared, turn);
+#endif
     } else {
       Turn turn;
       const u32 unit = warp - 1 - DIGIT_WARPS;
-#if MXK_LAT_SORT
-      float* weight = const_cast<float*>(routes.weight);
-      for (int r = threadIdx.x - 32 * (1 + DIGIT_WARPS); r < p.tokens * TOP_K; r += EPILOGUE * 32)
-        weight[r] = load_float(p.router, r / TOP_K * p.router_stride[0] + r % TOP_K * p.router_stride[1], p.router_dtype);
-      team_sync<1, EPILOGUE * 32>();
-#endif
+      load_router(p, memory, threadIdx.x - (1 + DIGIT_WARPS) * 32);
       finish_rows<GateUp>(p, routes, ready, unit, shared, turn);
       finish_rows<Down>(p, routes, ready, unit, shared, turn);
-      if (unit == 0) {
-        MARK(42);
-        MARK_VALUE(43, read_timer());
-        u32 sm = 0;
-#if MXK_LAT_CLOCK
-        asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-#endif
-        MARK_VALUE(44, sm);
-        MARK_VALUE(45, routes.blocks);
-      }
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();
     const u32 thread = threadIdx.x - HELPERS * 32;
-    const int share = (warp - HELPERS) / 4;
     ConsumerTurns turn;
-    if (thread == 0) MARK(8);
     clear_absent(p, routes, thread, CONSUMERS * 32);
+#if MXK_FORMAT
+    multiply_rows<GateUp>(p, routes, ready, warp - HELPERS, shared, turn);
+    multiply_rows<Down>(p, routes, ready, warp - HELPERS, shared, turn);
+#else
+    const int share = (warp - HELPERS) / 4;
     multiply_rows<GateUp>(p, routes, ready, share, warp % 4, shared, turn);
-    if (thread == 0) MARK(18);
     multiply_rows<Down>(p, routes, ready, share, warp % 4, shared, turn);
-    if (thread == 0) MARK(29);
+#endif
   }
 }
+#endif

@@ -89,19 +89,34 @@ class Format:
         return cls(code, scale.dtype if code else 0, group_log, zero is not ABSENT, alignment)
 
     @property
-    def macros(self) -> dict[str, int]:
+    def macros_of_codes(self) -> tuple[tuple[str, int], ...]:
         """Of formats.cuh."""
-        return {
-            "MXK_FORMAT": self.code,
-            "MXK_SCALES": self.scales,
-            "MXK_GROUP_LOG": self.group_log,
-            "MXK_ZEROS": int(self.zeros),
-            "MXK_SCALE_ALIGNMENT": self.scale_alignment,
-        }
+        return (
+            ("MXK_FORMAT", self.code),
+            ("MXK_SCALES", self.scales),
+            ("MXK_GROUP_LOG", self.group_log),
+            ("MXK_ZEROS", int(self.zeros)),
+        )
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Of formats.cuh and prefill.cuh."""
+        return {**dict(self.macros_of_codes), "MXK_SCALE_ALIGNMENT": self.scale_alignment}
 
 
 _GROUP_LOGS = {32: 5, 64: 6, 128: 7}
 _WHOLE_ROW = 31
+
+
+_SCALE_BYTES = (2, 2, 4)  # by enum Dtype
+
+
+def row_bytes(
+    columns: int, group_size: int, scale: Operand, zero: Operand = ABSENT, mxfp4: bool = False
+) -> tuple[int, int]:
+    """Bytes of a row's scales and zero points."""
+    groups = columns // group_size
+    return groups * (1 if mxfp4 else _SCALE_BYTES[scale.dtype]), groups * (zero is not ABSENT)
 
 
 def operand(name: str, value: Weights | None, alignment: int) -> Operand:
@@ -189,11 +204,16 @@ class Operands:
     def aligned(self, desc: MoEDesc) -> bool:
         """Whether rows and scales lie as the bulk copies of the decode kernel want them."""
         hidden, intermediate = desc.hidden_size, desc.intermediate_size
+        mxfp4 = desc.weight_format == "mxfp4"
+        of13 = row_bytes(hidden, desc.group_sizes[0], self.s13, self.z13, mxfp4)
+        of2 = row_bytes(intermediate, desc.group_sizes[1], self.s2, self.z2, mxfp4)
         return (
             self.w13.aligned(hidden // 2)
-            and self.s13.aligned(hidden // 32)
+            and self.s13.aligned(of13[0])
             and self.w2.aligned(intermediate // 2)
-            and self.s2.aligned(intermediate // 32)
+            and self.s2.aligned(of2[0])
+            and (self.z13 is ABSENT or self.z13.aligned(of13[1]))
+            and (self.z2 is ABSENT or self.z2.aligned(of2[1]))
         )
 
 

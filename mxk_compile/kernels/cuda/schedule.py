@@ -11,14 +11,16 @@ import json
 import math
 
 from mxk_compile.errors import SettingsError
+from mxk_compile.kernels.cuda import int4_splits
 from mxk_compile.kernels.cuda.build import cache_folder, write_whole
 from mxk_compile.kernels.cuda.devices import HOPPER, Device
-from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, tile_sizes
+from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, likely_rows, product_us, tile_sizes
 from mxk_compile.settings import settings, whole_number
+from mxk_compile.variants import INT4_FORMATS
 
 DECODE_ROUTES = (64, 256, 1024)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
-_DECODE_NAMES = ("groups", "column_tiles", "chunk", "stages", "buffers", "max_routes")
+_DECODE_NAMES = ("groups", "column_tiles", "units", "chunk", "stages", "buffers", "max_routes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +110,72 @@ def heuristic(problem: Problem) -> Schedule:
                 macros = decode_macros(problem, groups, column_tiles)
                 if macros is not None:
                     return Schedule("decode", macros)
+    if problem.weight_format in INT4_FORMATS:
+        return _cheaper(splits_of(problem), rows, problem.kind, even=False)
     return Schedule("prefill", sizes=tile_sizes(rows, most=problem.kind.most_rows))
+
+
+def splits_of(problem: Problem) -> tuple[int4_splits.Split, ...]:
+    """The decode kernel's splits of an INT4 layer."""
+    if problem.hidden_size > _MOST_HIDDEN:
+        return ()
+    sizes = (problem.hidden_size, problem.intermediate_size, problem.num_experts)
+    return int4_splits.of_layer(*sizes, problem.num_tokens * problem.top_k, problem.kind.shared_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One projection by itself, as `Problem` a layer.
+
+    Attributes:
+        weight_format: as in `Problem`.
+        num_experts, outputs: of the weight.
+        weight: its columns and scales.
+        rows: mean of an expert.
+        even: whether all experts have about that many.
+        routes: rows of the result.
+        most_rows: of an expert where that is known, else 0: rows lie by expert then, and are not sorted.
+        kind: of the device.
+    """
+
+    weight_format: str
+    num_experts: int
+    outputs: int
+    weight: int4_splits.Weight
+    rows: float
+    even: bool
+    routes: int
+    most_rows: int = 0
+    kind: Device = HOPPER
+
+
+def heuristic_of_product(product: Product) -> Schedule:
+    """The schedule of a projection: a pure function."""
+    even = product.even and not product.most_rows  # what is said of masked rows is a guess
+    splits: tuple[int4_splits.Split, ...] = ()
+    if product.weight_format in INT4_FORMATS and product.outputs % 16 == 0 and product.routes <= _MOST_ROUTES:
+        sizes = (product.weight, product.num_experts, product.routes, product.kind.shared_bytes)
+        splits = int4_splits.of_product(*sizes, product.most_rows)
+    return _cheaper(splits, product.rows, product.kind, even, guessed=product.most_rows > 0)
+
+
+def choose_of_product(product: Product) -> Schedule:
+    """The schedule of a projection. Raises SettingsError for an override that names none."""
+    if settings.cuda_schedule is not None:
+        return _forced(settings.cuda_schedule)
+    return heuristic_of_product(product)
+
+
+def _cheaper(
+    splits: tuple[int4_splits.Split, ...], rows: float, kind: Device, even: bool, guessed: bool = False
+) -> Schedule:
+    """Of prefill and the decode kernel's INT4 products; their costs are of one shape, whose ratio is taken for all."""
+    likely = int4_splits.around(rows) if guessed else likely_rows(rows, even)
+    best = min(splits, key=lambda split: split.product_us(likely), default=None)
+    prefill = product_us(rows, even=even or guessed, most=kind.most_rows)
+    if best is not None and best.product_us(likely) < _CLEARLY * prefill:
+        return Schedule("decode", best.macros)
+    return Schedule("prefill", sizes=tile_sizes(rows, even=even, most=kind.most_rows))
 
 
 DECODE_SPLITS = ((2, 1), (3, 1), (2, 2), (3, 2))
@@ -120,6 +187,8 @@ _SHORT_DOWN_ROW = 1024  # a third warpgroup gains 2 % up to here and loses on lo
 _SHORT_DOWN_ROWS = 4  # glm at 4: 283 us, by prefill 290; at 8: 386, 289
 _CHUNK, _SHORT_CHUNKS = 32, (16, 8)  # MXK_CHUNK's default, and for devices with less shared memory
 _MOST_HIDDEN = 15360  # the decode kernel counts output columns
+_CLEARLY = 0.95  # of the one's time the other's, whose costs are of one shape, to be taken on any
+_MOST_ROUTES = 65535  # rows of a projection, which its lists number in 16 bits
 
 
 def _few(problem: Problem) -> bool:

@@ -14,6 +14,7 @@ _COSTS = {
 }
 """Time of the prefill kernel for one tile an expert, by the tile's rows: µs for 48 experts of 4096 x 7168 INT4 weights,
 measured on an H200 (docs/performance/h200.md); 80, 112 and 144 are means of their neighbours."""
+_PLAN_AND_GATHER = 12  # µs of a projection, there
 _ANOTHER_SIZE = 1.02  # a further tile size is a further launch, whose last tiles leave multiprocessors idle
 _SPREAD = 2.5  # standard deviations of an expert's rows that count
 
@@ -29,19 +30,34 @@ def tile_sizes(rows: float, *, even: bool = False, most: int = TILE_SIZES[-1]) -
         even: whether all experts have that many, else they are drawn at random.
         most: the largest size that the device takes.
     """
-    counts: dict[int, float] = {}
+    return _cheapest(rows, even, most)[1]
+
+
+def product_us(rows: float, *, even: bool = False, most: int = TILE_SIZES[-1]) -> float:
+    """Time of the prefill kernel with those tile sizes, plan and gather included, as `_COSTS` has it."""
+    return _cheapest(rows, even, most)[0] + _PLAN_AND_GATHER
+
+
+def likely_rows(rows: float, even: bool) -> dict[int, float]:
+    """How likely an expert has so many rows, if the mean is `rows` and the expert has any."""
     if even:
-        counts[_up(math.ceil(rows))] = 1.0
-    else:
-        deviation = math.sqrt(max(rows, 1.0))
-        low, high = (rows + sign * _SPREAD * deviation for sign in (-1, 1))
-        for count in range(max(1, math.floor(low)), math.ceil(high) + 1):
-            likely = math.exp(-(((count - rows) / deviation) ** 2) / 2)
-            counts[_up(count)] = counts.get(_up(count), 0.0) + likely
+        return {math.ceil(rows): 1.0}
+    deviation = math.sqrt(max(rows, 1.0))
+    low, high = (rows + sign * _SPREAD * deviation for sign in (-1, 1))
+    counts = range(max(1, math.floor(low)), math.ceil(high) + 1)
+    likely = {count: math.exp(-(((count - rows) / deviation) ** 2) / 2) for count in counts}
+    total = sum(likely.values())
+    return {count: value / total for count, value in likely.items()}
+
+
+def _cheapest(rows: float, even: bool, most: int) -> tuple[float, tuple[int, ...]]:
+    counts: dict[int, float] = {}
+    for count, likely in likely_rows(rows, even).items():
+        counts[_up(count)] = counts.get(_up(count), 0.0) + likely
     # A fourth size never pays.
     taken = range(16, most + 1, 16)
     candidates = (sizes for number in range(1, 4) for sizes in itertools.combinations(taken, number))
-    return min(candidates, key=lambda sizes: _expected_cost(sizes, counts))
+    return min((_expected_cost(sizes, counts), sizes) for sizes in candidates)
 
 
 def _up(rows: int) -> int:

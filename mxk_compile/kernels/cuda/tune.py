@@ -19,13 +19,14 @@ from mxk_compile.kernels.cuda.schedule import (
     Schedule,
     decode_macros,
     heuristic,
+    splits_of,
 )
 from mxk_compile.kernels.cuda.tiles import tile_sizes
 from mxk_compile.kernels.desc import MoEDesc
 from mxk_compile.kernels.select import supports
 from mxk_compile.ops.moe import reference
 from mxk_compile.testing import random_layer, rel_l2
-from mxk_compile.variants import MoEVariant
+from mxk_compile.variants import INT4_FORMATS, MoEVariant
 
 _WARM_UP = 3
 _MOST_ERROR = 4e-3  # rel_l2 of a right result; see docs/performance/h200.md
@@ -68,6 +69,8 @@ def candidates(problem: Problem) -> Iterator[Schedule]:
         macros = decode_macros(problem, *split)
         if macros is not None:
             found.append(Schedule("decode", macros))
+    if problem.weight_format in INT4_FORMATS:
+        found += [Schedule("decode", split.macros) for split in splits_of(problem)]
     if rows >= 4:
         most = problem.kind.most_rows
         best = tile_sizes(rows, most=most)

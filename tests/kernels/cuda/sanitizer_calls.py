@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from typing import Any
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
@@ -24,15 +25,15 @@ from mxk_compile.kernels.cuda.schedule import Schedule
 from mxk_compile.ops.project import reference
 from mxk_compile.testing import random_case, rel_l2
 
-SCHEDULES = ("prefill:16/32", "prefill:48/128", "decode:max_routes=64")
+SIZES: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 96, "num_experts": 5}
+OF_INT4 = "decode:groups=2,column_tiles=2,max_routes=64"
+SCHEDULES = ("prefill:16/32", "prefill:48/128", "decode:max_routes=64", OF_INT4)
 MOST_ERROR = 5e-3  # INT4's weights are rounded too
 
 
 def project() -> int:
     """Runs one projection of groups with ragged counts; 1 if it is wrong."""
-    case = random_case(
-        weight_format="uint4", hidden_size=160, intermediate_size=96, num_experts=5, device="cuda"
-    )
+    case = random_case(weight_format="uint4", device="cuda", **SIZES)
     counts = torch.tensor([3, 0, 17, 1, 40], dtype=torch.int32, device="cuda")
     x = torch.randn(5, 17, 160, device="cuda").bfloat16()
     out, expected = (torch.zeros(85, 192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -50,18 +51,18 @@ def main() -> int:
         schedule = Schedule.parse(text)
         cuda.choose = lambda problem, chosen=schedule: chosen
         kernels.prepared["CUDA"].clear()
-        formats = ("mxfp4", "uint4") if schedule.kernel == "prefill" else ("mxfp4",)
+        of_decode = ("uint4",) if text == OF_INT4 else ("mxfp4",)
+        formats = ("mxfp4", "uint4") if schedule.kernel == "prefill" else of_decode
         for weight_format, (num_tokens, row_order, bias) in itertools.product(
             formats, ((1, "interleaved", True), (13, "gate_up", False))
         ):
-            sizes = {"hidden_size": 160, "intermediate_size": 96, "num_experts": 5}
             case = random_case(
                 num_tokens=num_tokens,
                 row_order=row_order,
                 bias=bias,
                 weight_format=weight_format,
                 device="cuda",
-                **sizes,
+                **SIZES,
             )
             case.topk_ids[0, 0] = -1
             results = (
@@ -72,6 +73,7 @@ def main() -> int:
             errors = [rel_l2(result, expected) for result in results]
             calls += len(errors)
             wrong += sum(not error <= MOST_ERROR for error in errors)
+    case = random_case(device="cuda", **SIZES)
     values = torch.ops.mxk.mxfp4_dequant(case.w13, case.w13_scale)
     wrong += not bool(torch.isfinite(values).all())
     calls, wrong = calls + 1, wrong + project()

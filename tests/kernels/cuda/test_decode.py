@@ -123,8 +123,10 @@ def test_fifty_runs_give_the_same_bits(schedule: str, force: Force) -> None:
         {"MXK_GROUPS": 2, "MXK_COLUMN_TILES": 2, "MXK_PER_ROUTE": 1},
         {"MXK_HIDDEN": 4096, "MXK_INTER": 1024, "MXK_INTERLEAVED": 0, "MXK_COLUMN_TILES": 3},
         {"MXK_INTERLEAVED": 0, "MXK_ALIGNED": 0, "MXK_X_ALIGNED": 0, "MXK_COLUMN_TILES": 4, "MXK_GROUPS": 2},
+        {"MXK_FORMAT": 2, "MXK_COLUMN_TILES": 2, "MXK_GROUPS": 2, "MXK_SCALES": 1},
+        {"MXK_FORMAT": 1, "MXK_COLUMN_TILES": 4, "MXK_GROUPS": 2, "MXK_PROJECT": 3, "MXK_UNITS": 2},
     ],
-    ids=["small scales", "2 groups", "padded scales", "copied by hand"],
+    ids=["small scales", "2 groups", "padded scales", "copied by hand", "INT4", "a projection"],
 )
 def test_decode_sources_compile(macros: dict[str, int]) -> None:
     assert build.compile_nvrtc("moe_decode.cu", build.options_for(HOPPER, macros)).startswith(b"\x7fELF")

@@ -17,7 +17,7 @@ ALIGNMENT = {"moe_decode.cu": 64}  # of arguments that hold tensor maps
 LAYOUTS = {
     "dequant.cu": dequant._DEQUANT,
     "groups.cu": grouped._GROUPS,
-    "moe_decode.cu": decode._DECODE,
+    "moe_decode.cu": decode.DECODE,
     "prefill.cu": prefill.GEMM,
     "routing.cu": prefill.ROUTING,
 }
@@ -50,7 +50,8 @@ def test_emulated_arguments_have_the_size_that_is_packed(name: str) -> None:
     assert kernels
     with emulator.use() as machine:
         library = driver.Library(build.build(name, {}, HOPPER, build.compile_nvrtc, lambda: ""))
-        for kernel in kernels if name != "prefill.cu" else kernels[1:]:
+        # Of two the first kernel is there with MXK_PROJECT only.
+        for kernel in kernels[1:] if name in ("prefill.cu", "moe_decode.cu") else kernels:
             library.kernel(kernel)
         sizes = {machine.argument_bytes(address) for _, address in machine.kernels}
     assert sizes == {layout.size}

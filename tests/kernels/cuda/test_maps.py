@@ -12,6 +12,8 @@ from mxk_compile.kernels.cuda import build, maps
 from mxk_compile.kernels.cuda.maps import MAP_BYTES, Matrix
 from mxk_compile.kernels.cuda.operands import operand
 
+WIDE_WORDS = 256  # of 8 bytes, in a row of the test whose box is too wide for words of 4
+
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
@@ -24,7 +26,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     made = driver.CUtensorMap()
 
     def encode(kind: Any, rank: int, address: int, sizes: Any, strides: Any, box: Any, *rest: Any) -> Any:
-        assert kind == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT32
+        assert kind.name == f"CU_TENSOR_MAP_DATA_TYPE_UINT{64 if int(sizes[0]) == WIDE_WORDS else 32}"
         assert rank == len(sizes) == len(strides) + 1 == len(box)
         calls.append((address, [int(x) for x in sizes], [int(x) for x in strides], [int(x) for x in box]))
         return SimpleNamespace(value=0), made
@@ -47,3 +49,9 @@ def test_one_expert_has_a_stride_that_the_driver_takes(told: list[tuple[Any, ...
     weight = torch.zeros(1, 16, 48, dtype=torch.uint8).as_strided((1, 16, 48), (0, 48, 1))
     maps.encode((Matrix(operand("w2", weight, 16), 1, 16, 48, box_rows=16, box_bytes=48),), 0)
     assert told[0][2] == [48, 16 * 48]
+
+
+def test_wide_boxes_have_wider_elements(told: list[tuple[Any, ...]]) -> None:
+    weight = torch.zeros(2, 16, 2048, dtype=torch.uint8)
+    maps.encode((Matrix(operand("w2", weight, 16), 2, 16, 2048, box_rows=16, box_bytes=1040),), 0)
+    assert told == [(weight.data_ptr(), [256, 16, 2], [2048, 16 * 2048], [130, 16, 1])]

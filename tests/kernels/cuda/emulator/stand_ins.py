@@ -23,7 +23,7 @@ from .translate import TranslationError
 MAP = struct.Struct("=8sQ5Q4Q5H3B27x")  # struct TensorMap of device/tensor_map.h
 _KERNEL = struct.Struct("=Q3I4x")  # struct Kernel of device/runtime.h
 _OK, _FAILED = SimpleNamespace(value=0, name="SUCCESS"), SimpleNamespace(value=1, name="FAILED")
-_ELEMENT_BYTES = {"UINT8": 1, "UINT16": 2, "BFLOAT16": 2, "UINT32": 4, "INT32": 4, "FLOAT32": 4}
+_ELEMENT_BYTES = {"UINT8": 1, "UINT16": 2, "BFLOAT16": 2, "UINT32": 4, "INT32": 4, "FLOAT32": 4, "UINT64": 8}
 _REGISTERS, _MOST_REGISTERS, _SMALL_SHARED = 65536, 248, 48 * 1024
 _lock = threading.Lock()
 

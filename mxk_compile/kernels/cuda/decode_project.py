@@ -1,0 +1,130 @@
+"""Launches of decode_project, in moe_decode.cu: one INT4 projection of few rows an expert, in one launch.
+
+Rows are sorted by every block for itself; nothing is read back, and rows of `out` that no expert has are not written.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import Any
+
+from torch import Tensor
+
+from mxk_compile.kernels.cuda import maps
+from mxk_compile.kernels.cuda.build import build
+from mxk_compile.kernels.cuda.decode import DECODE, MAPS
+from mxk_compile.kernels.cuda.devices import Device, served
+from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
+from mxk_compile.kernels.cuda.int4_splits import Split, Weight
+from mxk_compile.kernels.cuda.operands import ABSENT, Format, Operand, row_bytes
+from mxk_compile.kernels.cuda.schedule import Schedule
+
+_CHANGING = ((struct.calcsize(f"={MAPS}sQ"), struct.Struct("=9Q")),)
+_KINDS = {"routes": 1, "sorted": 2, "masked": 3}  # MXK_PROJECT
+
+
+@functools.cache
+def _kernel(macros: tuple[tuple[str, int], ...], device: Device) -> tuple[Kernel, Library]:
+    library = Library(build("moe_decode.cu", dict(macros), device))
+    threads, shared = library.constant("decode_threads"), library.constant("decode_shared")
+    return Kernel(library.kernel("decode_project"), DECODE, _CHANGING, threads, shared), library
+
+
+def weight_of(columns: int, groups: int, parts: tuple[Operand, ...]) -> Weight:
+    """What a split wants to know of a weight with so many columns and scales a row; parts: weight, scale, zero."""
+    return Weight(columns, *row_bytes(columns, columns // groups, parts[1], parts[2]))
+
+
+def runs(
+    overload: str,
+    schedule: Schedule,
+    weight: Weight,
+    parts: tuple[Operand, ...],
+    num_experts: int,
+    outputs: int,
+    device: Device,
+) -> bool:
+    """Whether the decode kernel runs a projection of INT4 weights with this schedule."""
+    if schedule.kernel != "decode" or overload not in _KINDS or outputs % 16:
+        return False
+    return (
+        parts[0].aligned(weight.columns // 2)
+        and parts[1].aligned(weight.scale_bytes)
+        and (parts[2] is ABSENT or parts[2].aligned(weight.zero_bytes))
+        and Split.of(schedule.macros).fits((weight,), num_experts, device.shared_bytes, overload == "masked")
+    )
+
+
+class DecodeProjection:
+    """A call described once, for as long as layouts and weight addresses are the same.
+
+    Args:
+        overload, out, x, routing, attributes: of the call, which `runs` takes; x has dense rows, out too.
+        parts: weight, scale, zero.
+        format_, weight, num_experts: of them.
+        strides: of x: from row to row, or of "masked" from expert to expert, and there from row to row; then of out.
+        x_aligned: whether rows of x start on 16 bytes.
+    """
+
+    def __init__(
+        self,
+        overload: str,
+        out: Tensor,
+        x: Tensor,
+        routing: tuple[Tensor, ...],
+        attributes: dict[str, Any],
+        parts: tuple[Operand, ...],
+        format_: Format,
+        weight: Weight,
+        num_experts: int,
+        schedule: Schedule,
+        strides: tuple[int, int, int],
+        x_aligned: bool,
+    ) -> None:
+        device = out.get_device()
+        num_rows, outputs = out.shape
+        first = routing[0]
+        given = {
+            **{f"MXK_{name.upper()}": value for name, value in schedule.macros},
+            **dict(format_.macros_of_codes),
+            "MXK_PROJECT": _KINDS[overload],
+            "MXK_HIDDEN": outputs,
+            "MXK_INTER": weight.columns,
+            "MXK_EXPERTS": num_experts,
+            "MXK_TOP_K": first.shape[1] if overload == "routes" else 1,
+            "MXK_X_ALIGNED": int(x_aligned),
+        }
+        kernel, library = _kernel(tuple(sorted(given.items())), served(device))
+        matrices = (
+            maps.Matrix(
+                parts[0], num_experts, outputs, weight.columns // 2, 16, library.constant("decode_box2")
+            ),
+            maps.Matrix(
+                parts[1], num_experts, outputs, weight.scale_bytes, 16, library.constant("decode_scales2")
+            ),
+        )
+        encoded, _ = maps.encode(matrices, device)
+        x_stride, x_inner, out_stride = strides
+        block_size, blocks = num_rows // num_experts, num_experts  # masked
+        x_rows = block_size if overload == "masked" else attributes.get("top_k", 1)
+        if overload == "sorted":
+            block_size, blocks = attributes["block_size"], len(routing[1])
+        absent = ABSENT.fields * 3
+        argument = DECODE.pack(
+            *(bytes(MAPS // 2) + encoded, 0),
+            *[0] * 9,
+            *(*absent, *parts[0].fields, *parts[1].fields, *ABSENT.fields, *ABSENT.fields, *parts[2].fields),
+            *(x_stride, x_inner, out_stride),
+            *(*(first.stride() if overload == "routes" else (0, 0)), 0, 0, attributes.get("experts_min", 0)),
+            *(first.shape[0] if overload == "routes" else 0, first.element_size(), first.dtype.is_signed),
+            *(0, 0, 0, 0, 0, 0, 0),
+            *(x_rows, num_rows, first.shape[0], block_size, blocks, 0.0, 0.0),
+        )
+        self._launch = kernel.bind(device, multiprocessors(device), argument)
+
+    def __call__(self, stream: int, out: Tensor, x: Tensor, routing: tuple[Tensor, ...]) -> None:
+        """Writes `out` on `stream` of the call's device, which is current."""
+        first, *rest = (tensor.data_ptr() for tensor in routing)
+        more = rest or (0, 0)
+        self._launch(stream, *more, x.data_ptr(), first, 0, out.data_ptr(), 0, 0, 0)

@@ -1,0 +1,140 @@
+"""How the decode kernel divides INT4 products: what fits into shared memory, and what it is expected to cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+_BATCH = 4  # steps, as BATCH of decode_int4_layout.cuh
+_FEWEST_STAGES = 3  # of the ring: a slot that is read, and two on their way
+_MOST_UNITS = 3  # warps of the epilogue, which have one each
+_ROUTES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+"""That the kernel is compiled for: shared memory holds its lists."""
+
+_COSTS = {(2, 2): 1.18, (2, 1): 1.2, (4, 2): 1.24}
+"""By column tiles and units, those that pay: time of a pass over the weights, by what their bytes take at the card's
+rate. With `_FIXED_US` as measured on an H200 (docs/performance/h200.md). Where two cost the same, the earlier."""
+_BYTES_US = 184  # 48 experts' 4096 x 7168 weights at the card's rate
+_FIXED_US = 18  # sorting, the first rows, and the end
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Macros of the kernel.
+
+    Attributes:
+        column_tiles: rows of an expert taken at once, in fours; even.
+        units: of 16 weight rows in a slot.
+        max_routes: of the lists.
+        chunk: steps of 32 columns in a slot, about.
+        groups: warpgroups of consumers: each of their warps has a share of the columns.
+    """
+
+    column_tiles: int
+    units: int
+    max_routes: int = 256
+    chunk: int = 64
+    groups: int = 2
+
+    @classmethod
+    def of(cls, macros: tuple[tuple[str, int], ...]) -> Split:
+        """The split of a schedule's macros; those that are not there are as in decode.cuh."""
+        given = dict(macros)
+        return cls(
+            *(given.get("column_tiles", 1), given.get("units", 1), given.get("max_routes", 256)),
+            *(given.get("chunk", 64), given.get("groups", 3)),
+        )
+
+    @property
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        """As `Schedule` has them."""
+        return tuple(vars(self).items())
+
+    def product_us(self, likely: dict[int, float]) -> float:
+        """Time of the product that tiles.py's costs are of, for experts with these likelihoods of rows.
+
+        An expert's bytes are read again for every `4 * column_tiles` of its rows.
+        """
+        passes = sum(part * math.ceil(rows / (4 * self.column_tiles)) for rows, part in likely.items())
+        return _FIXED_US + passes * _BYTES_US * _COSTS[self.column_tiles, self.units]
+
+    def shared_bytes(self, weights: tuple[Weight, ...], num_experts: int, masked: bool) -> int:
+        """Shared memory of a block, at most, with a ring of `_FEWEST_STAGES`: as decode_int4_layout.cuh divides it."""
+        slot = rows = scales = 0
+        chunks = _FEWEST_STAGES
+        for weight in weights:
+            steps = weight.columns // 32
+            batch = min(steps, _BATCH)
+            batches = -(-steps // batch)
+            parts = -(-steps // self.chunk)
+            chunk, chunks = -(-batches // parts) * batch, min(chunks, parts)
+            slot = max(slot, 16 * self.units * 16 * (chunk | 1))
+            rows = max(rows, batches * batch * 272 * self.column_tiles + 128)
+            own = weight.scale_bytes
+            padded = own + 32 if own % 16 == 0 else own
+            scales = max(scales, 16 * self.units * (padded + weight.zero_bytes) + 256)
+        sums = 4 * self.groups * self.units * 256 * self.column_tiles  # in two places if that fits
+        lists = 8 * num_experts + (6 if masked else 16) * self.max_routes + 24 * 4 * self.column_tiles + 1024
+        scale_stages = 1 + math.ceil((_FEWEST_STAGES - 1) / chunks)
+        return _FEWEST_STAGES * slot + rows + scale_stages * scales + sums + lists
+
+    def fits(self, weights: tuple[Weight, ...], num_experts: int, limit: int, masked: bool = False) -> bool:
+        """Whether the kernel can be compiled with this split; `limit`: of a block's shared memory, in bytes."""
+        return (
+            self.column_tiles % 2 == 0
+            and self.units <= _MOST_UNITS
+            and self.shared_bytes(weights, num_experts, masked) <= limit
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """Of a product.
+
+    Attributes:
+        columns: inputs.
+        scale_bytes, zero_bytes: of a row.
+    """
+
+    columns: int
+    scale_bytes: int
+    zero_bytes: int = 0
+
+    @classmethod
+    def common(cls, columns: int) -> Weight:
+        """With the most common scales, of two bytes for 32 columns."""
+        return cls(columns, columns // 32 * 2)
+
+
+def around(rows: float) -> dict[int, float]:
+    """Likelihoods of an expert's rows where the caller expects `rows`: some have more."""
+    return {math.ceil(rows): 0.95, math.ceil(1.3 * rows) + 1: 0.05}
+
+
+def _that_fit(
+    weights: tuple[Weight, ...], num_experts: int, places: int, limit: int, masked: bool
+) -> tuple[Split, ...]:
+    found = []
+    for column_tiles, units in _COSTS:
+        needed = num_experts * -(-places // (4 * column_tiles)) if masked else places
+        room = next((size for size in _ROUTES if needed <= size), None)
+        if room is not None:
+            split = Split(column_tiles, units, room)
+            if split.fits(weights, num_experts, limit, masked):
+                found.append(split)
+    return tuple(found)
+
+
+def of_layer(
+    hidden_size: int, intermediate_size: int, num_experts: int, routes: int, limit: int
+) -> tuple[Split, ...]:
+    """Splits of a layer, as far as its sizes tell, in `limit` bytes of shared memory."""
+    weights = Weight.common(hidden_size), Weight.common(intermediate_size)
+    return _that_fit(weights, num_experts, routes, limit, masked=False)
+
+
+def of_product(
+    weight: Weight, num_experts: int, routes: int, limit: int, most_rows: int = 0
+) -> tuple[Split, ...]:
+    """Splits of one product; with `most_rows` of an expert rows lie by expert, and only column blocks are listed."""
+    return _that_fit((weight,), num_experts, most_rows or routes, limit, masked=most_rows > 0)
