@@ -37,6 +37,7 @@ template <class P>
 __device__ __forceinline__ void multiply_batch(u32 weights, u32 half_weights, u32 scales, u32 half_scales, u32 digits, bool last,
                                                const Factor (&factors)[NT], float (&sum)[NT][2]) {
   constexpr int LEFT = P::GROUPS - (P::BATCHES - 1) * P::BATCH;  // of the last batch of a row
+  const u32 first = uniform_digits(digits);
   u32 a[P::BATCH][4], bytes[P::BATCH][2];
   float d[P::BATCH][NT][4];
 #pragma unroll
@@ -45,7 +46,7 @@ __device__ __forceinline__ void multiply_batch(u32 weights, u32 half_weights, u3
     unpack(low, a[i][0], a[i][2]);
     unpack(high, a[i][1], a[i][3]);
   }
-  const u32 first = begin_products(digits);
+  begin_products();
 #pragma unroll
   for (int i = 0; i < P::BATCH; ++i) Product<NT>::run(d[i], a[i], first + i * DIGITS_STEP);
   end_products();

@@ -115,10 +115,10 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
       const int found = sort_few(p, routes, expert, first, count, route, expert_of);
       if (lane == 0) *blocks = found;
       team_sync<4, 64>();  // the second warp made the mbarriers
-      asm volatile("bar.arrive %0, %1;" ::"n"(0), "n"(THREADS) : "memory");
+      asm volatile("bar.arrive %0, %1;" ::"n"(5), "n"(THREADS) : "memory");
     } else {
       if (threadIdx.x < 64) team_sync<4, 64>();
-      team_sync<0, THREADS>();
+      team_sync<5, THREADS>();
     }
     return {expert, first, count, route, expert_of, weight, *blocks, few_tokens(p)};
   }

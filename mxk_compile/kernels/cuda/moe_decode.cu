@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_project(const __
   wait_for_earlier_kernels();
   const RowsReady ready(p.counters, shared);  // there is only one phase
   const Routes routes = sort_routes(p, memory);
-  const int warp = threadIdx.x >> 5;
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   if (warp < HELPERS) {
     give_registers<HELPER_REGISTERS>();
     Turn turn, scales;
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
   let_later_kernels_start();
   start_barriers(p, shared + AT_BARRIERS);
   wait_for_earlier_kernels();
-  const int warp = threadIdx.x >> 5;
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const RowsReady ready(p.counters, shared);
   if (warp == 1) ready.read_before();
 #if !MXK_FORMAT
