@@ -110,13 +110,13 @@ __host__ __device__ constexpr int greater(int a, int b) { return a > b ? a : b; 
 #ifndef MXK_LAT_PARTS
 #define MXK_LAT_PARTS 2
 #endif
-#ifndef MXK_LAT_STAGGER
-#define MXK_LAT_STAGGER 0
-#endif
 #ifndef MXK_LAT_SUM
 #define MXK_LAT_SUM 4
 #endif
-constexpr int PARTS = MXK_FORMAT ? 1 : MXK_LAT_PARTS;
+#ifndef MXK_LAT_BLOCKS
+#define MXK_LAT_BLOCKS 32
+#endif
+constexpr int PARTS = MXK_FORMAT ? 1 : MXK_LAT_PARTS, MOST_IN_PARTS = MXK_LAT_BLOCKS;
 
 #if MXK_FORMAT
 #include "decode_int4_layout.cuh"

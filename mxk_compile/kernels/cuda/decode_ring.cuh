@@ -182,10 +182,6 @@ __device__ __forceinline__ void copy_rows(const Decode& p, const Routes& routes,
                                           u64 policy) {
   const int lane = threadIdx.x & 31;
   const u32 barriers = shared + AT_BARRIERS;
-#if MXK_LAT_STAGGER
-  u32 copied = P::PAIRS ? 0 : STAGES, began;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(began) :: "memory");
-#endif
   for (Walk<P> walk(routes.blocks); walk.next(); scale_turn.advance(SCALE_STAGES)) {
     const Source<P> from(p, routes.expert[walk.block]);
     const u32 scales = shared + AT_SCALES + scale_turn.slot * SCALES;
@@ -194,13 +190,6 @@ __device__ __forceinline__ void copy_rows(const Decode& p, const Routes& routes,
       const u32 slot = shared + turn.slot * SLOT, full = barriers + AT_SLOT_FULL + 8 * turn.slot;
       const int groups = min(P::CHUNK_GROUPS, P::GROUPS - chunk * P::CHUNK_GROUPS);
       barrier_wait(barriers + AT_SLOT_EMPTY + 8 * turn.slot, turn.parity ^ 1);
-#if MXK_LAT_STAGGER
-      if (copied < STAGES) {
-        u32 now;
-        do asm volatile("mov.u32 %0, %%clock;" : "=r"(now) :: "memory"); while (now - began < copied * MXK_LAT_STAGGER);
-        ++copied;
-      }
-#endif
       if constexpr (MXK_ALIGNED) {
         if (lane == 0)
           barrier_arrive_expect(full, walk.count * UNIT * P::STRIDE + (chunk == 0 ? scale_bytes<P>(walk.first, walk.count) : 0));

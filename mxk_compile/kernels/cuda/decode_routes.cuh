@@ -231,7 +231,10 @@ struct Walk {
   }
 
  private:
-  __device__ u32 begin(int part) const { return static_cast<u32>(column_blocks * part) / PARTS; }
+  __device__ u32 begin(int part) const {
+    if (PARTS > 1 && column_blocks > MOST_IN_PARTS) return part == 0 ? 0 : column_blocks;  // all in the first
+    return static_cast<u32>(column_blocks * part) / PARTS;
+  }
 };
 
 struct Turn {  // of a ring
