@@ -3,10 +3,11 @@
 A line of output is one JSON object: `us`, the median over the rounds of each round's median; `of_ours`, the median of
 each round's ratio to the first of ours; `packed_gb_s`, packed bytes of the experts touched over that time, whatever is
 read; `read_gb_s`, the best of plain reads between the rounds. Instruction sets of ours may be named, each with the rows
-from which an expert takes the tile unit.
+from which an expert takes the tile unit, and with another build of the kernel library.
 
     python benchmarks/bench_peers.py --variant gptoss --tokens 1,4,8,32 --isa amx,avx512,avx2,portable
     python benchmarks/bench_peers.py --peers "" --routing even --tokens 8,32,48,64,128 --isa amx:1,avx512  # crossover
+    python benchmarks/bench_peers.py --peers "" --isa avx512@before/libmxk_cpu.so,avx512 --cpu-time
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,13 +142,16 @@ def _numbers(text: str) -> list[int]:
 
 def _isas(text: str) -> list[str]:
     for name in text.split(","):
-        isa, colon, rows = name.partition(":")
+        ours, at, library = name.partition("@")
+        isa, colon, rows = ours.partition(":")
         try:
             known = isa in CPU_ISAS and (not colon or whole_number(rows, 1, _MOST_ROWS))
         except ValueError:
             known = False
         if not known:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(CPU_ISAS)}, or one and :ROWS")
+            raise argparse.ArgumentTypeError(f"{ours!r} is none of {', '.join(CPU_ISAS)}, or one and :ROWS")
+        if at and not Path(library).is_file():
+            raise argparse.ArgumentTypeError(f"there is no library {library!r}")
     return text.split(",")
 
 

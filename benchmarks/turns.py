@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class Setup:
     """What a process is to run.
 
     Attributes:
-        name: "mxk ISA" or "mxk ISA:ROWS", from which an expert takes the tile unit; or a peer's module.
+        name: "mxk ISA[:ROWS][@LIBRARY]": rows from which an expert takes the tile unit, another build of the
+            kernel library; or a peer's module.
         point: the first call; of others, only tokens may differ.
         copies: of the layer, used in turn.
         threads: of the CPU.
@@ -145,7 +147,11 @@ def _prepared(setup: Setup) -> tuple[Implementation, list[MoECase]]:
     """The implementation, and the layers without memory for their weights: it holds what it needs."""
     ours, _, isa = setup.name.partition(" ")
     if ours == OURS:
+        isa, _, build = isa.partition("@")
         name, _, rows = isa.partition(":")
+        if build:
+            cpu.LIBRARY = Path(build).absolute()
+            cpu._open.cache_clear()
         library = cpu._library()
         if library.mxk_cpu_select(name.encode()):
             raise Gone("not here")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from mxk_compile.bench import cases, implementations
 from mxk_compile.bench.points import Point
+from mxk_compile.kernels import cpu
 from mxk_compile.ops import moe
 from mxk_compile.testing import MoECase, random_case, random_layer, rel_l2, variant_case
 from mxk_compile.variants import VARIANTS
@@ -226,3 +229,24 @@ def test_a_process_each_takes_turns_and_its_end_is_noticed(bench_peers: ModuleTy
     absent = dataclasses.replace(setup, name="humming_kernels")
     with pytest.raises(turns.Gone, match="humming"):
         turns.Participant(absent)
+
+
+def test_another_build_of_the_library_takes_part(bench_peers: ModuleType, tmp_path: Path) -> None:
+    import turns
+
+    setup = turns.Setup("", Point("gptoss", 2, 1, "hot"), 1, 1)
+    same, broken = tmp_path / "same.so", tmp_path / "broken.so"
+    same.write_bytes(cpu.LIBRARY.read_bytes())
+    broken.write_bytes(b"no library")
+    one = turns.Participant(dataclasses.replace(setup, name=f"mxk baseline@{same}"))
+    try:
+        assert one.name == f"mxk baseline@{same}"
+        assert one.first_call(setup.point).isfinite().all()
+    finally:
+        one.close()
+    with pytest.raises(turns.Gone, match="broken.so cannot be loaded"):
+        turns.Participant(dataclasses.replace(setup, name=f"mxk baseline@{broken}"))
+    assert bench_peers._isas(f"amx:1@{same},avx512") == [f"amx:1@{same}", "avx512"]
+    for given, what in ((f"avx9@{same}", "'avx9' is none"), ("avx512@missing.so", "no library 'missing.so'")):
+        with pytest.raises(argparse.ArgumentTypeError, match=what):
+            bench_peers._isas(given)

@@ -8,15 +8,22 @@ namespace {
 
 // As assembly: GCC takes functions that do nothing but prefetch for pure, and drops their calls.
 inline void prefetch(const uint8_t* at) { asm volatile("prefetcht0 %0" ::"m"(*at)); }
+inline void prefetch_second(const uint8_t* at) { asm volatile("prefetcht1 %0" ::"m"(*at)); }
 
-// Lines to be asked for, a row each. A few at a time, between other work: the core waits for one of its 16 line fill buffers
-// at each that finds none, and does not come to the next ones while it works off what it has.
-struct Ahead {
+// Lines to be asked for, a row each: from memory into the second cache, and later from there into the first, which a line
+// reaches so soon that it holds one of the core's 16 line fill buffers for a short time only. A few at a time, between other
+// work: the core waits at each that finds no buffer, and does not come to the next ones while it works off what it has.
+struct Lines {
   const uint8_t* at;
   int64_t step;
   int last;
-  void ask(int first, int count) const {
-    for (int r = first; r < first + count; ++r) prefetch(at + (r < last ? r : last) * step);
+  const uint8_t* row(int r) const { return at + (r < last ? r : last) * step; }
+};
+
+struct Ahead {
+  Lines first, second;  // cache
+  void ask(int from, int count) const {
+    for (int r = from; r < from + count; ++r) prefetch(first.row(r)), prefetch_second(second.row(r));
   }
 };
 

@@ -21,19 +21,23 @@ namespace {
 
 // ---- tiles ---------------------------------------------------------------------------------------------------------
 
-// How many chunks ahead rows are fetched: measured. The lines must reach the first cache but not crowd it.
-constexpr int64_t kAhead = 6, kPairAhead = 3;
+// How many chunks ahead rows are fetched into the first cache, which they must reach but not crowd, and how many more into
+// the second: measured.
+constexpr int64_t kAhead = 4, kPairAhead = 3, kSecondAhead = 8;
 
-// The 16 lines that `tile`, or `next` after it, will read some chunks after c; asks for the next tile's scales.
+// The lines that `tile`, or `next` after it, will read some chunks after c; asks for the next tile's scales.
 inline Ahead fetch(const Tile& tile, const Tile* next, int64_t c, int64_t chunks, int64_t ahead) {
   if (next != nullptr && c < next->rows) {
     const uint8_t* scale = next->scale + c * next->scale_step;
     const int64_t bytes = groups_of(tile.columns) * kGroup / tile.group * dtype_bytes(tile.scale_dtype);
     for (int64_t i = 0; i < bytes; i += 64) prefetch(scale + i);
   }
-  const bool beyond = c + ahead >= chunks;
-  const Tile& from = beyond && next != nullptr ? *next : tile;
-  return {from.weight + (c + ahead - (beyond ? chunks : 0)) * 64, from.weight_step, from.rows - 1};
+  const auto lines = [&](int64_t at) -> Lines {
+    const bool beyond = at >= chunks;
+    const Tile& from = beyond && next != nullptr ? *next : tile;
+    return {from.weight + (at - (beyond ? chunks : 0)) * 64, from.weight_step, from.rows - 1};
+  };
+  return {lines(c + ahead), lines(c + ahead + kSecondAhead)};
 }
 
 // Sums of the tiles for all vectors, and the rows that need exact.h. `next`: what is read after a single tile.
