@@ -105,18 +105,9 @@ __host__ __device__ constexpr int lesser(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int greater(int a, int b) { return a > b ? a : b; }
 
 // Column blocks are taken in parts: gate/up of all, then down of all. While the rows of H of one part are on their way between
-// the multiprocessors, the next part's work goes on. INT4, whose consumers bring each column block's rows, does better with
-// fewer column blocks a multiprocessor.
-#ifndef MXK_LAT_PARTS
-#define MXK_LAT_PARTS 2
-#endif
-#ifndef MXK_LAT_SUM
-#define MXK_LAT_SUM 4
-#endif
-#ifndef MXK_LAT_BLOCKS
-#define MXK_LAT_BLOCKS 32
-#endif
-constexpr int PARTS = MXK_FORMAT ? 1 : MXK_LAT_PARTS, MOST_IN_PARTS = MXK_LAT_BLOCKS;
+// the multiprocessors, the next part's work goes on. Many are taken at once: a multiprocessor would have more of them, and
+// their activations cost what the wait does. So it is with INT4, whose consumers bring the activations.
+constexpr int PARTS = MXK_FORMAT ? 1 : 2, MOST_IN_PARTS = 32;
 
 #if MXK_FORMAT
 #include "decode_int4_layout.cuh"

@@ -7,7 +7,7 @@
 // Units of 16 output columns of a column block that a warp has stored and not counted yet: the i-th in lane i. Counting
 // waits for the stores' and the counter's ways to the L2, longer than a short tile takes, so it is done for several at once.
 struct Stored {
-  static constexpr int MOST = MXK_LAT_SUM;
+  static constexpr int MOST = 4;
   int unit = 0, count = 0;
 
   __device__ void add(int stored) {

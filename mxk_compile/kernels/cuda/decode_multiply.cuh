@@ -93,7 +93,7 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
       if (block < 0) {
         const u32 thread = threadIdx.x - HELPERS * 32;
         if (!P::PAIRS) ready.wait<2, CONSUMERS * 32>(walk.part(), thread);
-        make_digits_of<P, 2, CONSUMERS * 32, 8>(p, routes, walk.block, thread, shared, turn.digits.slot);
+        make_digits_of<P, 2, CONSUMERS * 32>(p, routes, walk.block, thread, shared, turn.digits.slot);
         team_sync<2, CONSUMERS * 32>();
       }
       block = walk.block;

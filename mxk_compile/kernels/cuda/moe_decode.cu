@@ -21,14 +21,17 @@
 //               by the host
 //
 // Schedule. Bytes should bind, so everything serves the stream of weights. A block owns a contiguous, balanced range of the
-// rows of all touched experts, in units of 16, and goes through it in tiles of 64. One warp brings tiles into a ring of
+// rows of all touched experts, in tiles of 64 rows, and goes through it. One warp brings tiles into a ring of
 // slots, a part of the columns each; when its gate/up rows are issued it goes on with its down rows, while the others wait
-// for the grid-wide barrier between the projections. SHARES warpgroups of consumers share the columns of every slot: a
-// warp has 16 rows, turns codes into FP8 in registers, multiplies them by the activations in shared memory, a group of 32
-// columns a WGMMA, elsewhere an mma.sync, and scales the group's sums (decode_multiply.cuh). Activations become FP8 digits once a block and expert
-// (decode_digits.cuh, docs/adr/0010-fp8-digits.md): the first expert's by the consumers, the next ones' ahead of time by three
-// warps. Four warps add the consumers' sums in fixed order, apply bias, activation or router weight, and store; whoever stores
-// the last part of 16 output columns adds up the slots there.
+// for the grid-wide barrier between the projections. Where few experts are touched there are two ranges, one in each half of
+// them: gate/up of both, then down of both, so that the rows of H of the first are there before anybody wants them, and
+// those of the second on their way while the first's are multiplied. SHARES warpgroups of consumers share the columns of every
+// slot: a warp has 16 rows, turns codes into FP8 in registers, multiplies them by the activations in shared memory, a group of
+// 32 columns a WGMMA, elsewhere an mma.sync, and scales the group's sums (decode_multiply.cuh). Activations become FP8 digits
+// once a block and expert (decode_digits.cuh, docs/adr/0010-fp8-digits.md): the first expert's by the consumers, the next
+// ones' ahead of time by three warps; those of few tokens once for all experts. Four warps add the consumers' sums in fixed
+// order, apply bias, activation or router weight, and store; whoever stores the last part of 16 output columns adds up the
+// slots there.
 // Gate row i and up row i meet in one lane: the activation needs no exchange.
 //
 // INT4 keeps the blocks, their shares, the ring and the ends; what differs is in decode_int4.cuh. Its products are `mma.sync`

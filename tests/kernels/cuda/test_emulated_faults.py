@@ -65,13 +65,14 @@ FAULTS = {
         "decode.cuh", "(CONSUMERS * 32) / 8 * 8;", "(CONSUMERS * 32) / 8 * 8 + 8;", "setmaxnreg", slow=True
     ),
     "no barrier of the grid": Fault(
-        "decode_multiply.cuh", "if (!P::PAIRS) ready.wait<2, CONSUMERS * 32>(walk.part(), thread);", "", processors=6
+        "decode_multiply.cuh", "if (!P::PAIRS) ready.wait<2, CONSUMERS * 32>(walk.part(), thread);", "",
+        processors=9, num_tokens=4
     ),
     "a part's arrival before its rows": Fault(
-        "decode_finish.cuh", "const int end = more ? next.part() : PARTS;", "const int end = PARTS;", processors=6
+        "decode_finish.cuh", "const int end = more ? next.part() : PARTS;", "const int end = PARTS;",
+        processors=9, num_tokens=4
     ),
     "units never counted": Fault("decode_finish.cuh", "|| (!more && stored.count > 0)", ""),
-    "mbarriers not waited for": Fault("decode_routes.cuh", "team_sync<4, 64>();", "", "no mbarrier", num_tokens=4),
     "position for token": Fault(
         "decode_finish.cuh", "(lane - q + token % 4) * 8", "lane * 8", num_tokens=4, slow=True
     ),
