@@ -218,14 +218,16 @@ void thread_body(void* data, int thread) {
   if (s.unit) s.unit->end();
 }
 
-// Output tiles of an item of the last phase: two, so that threads finish together; on a matrix unit more where the
-// intermediate, which every item reads, is larger than half of a usual second-level cache of 2 MiB, as long as each thread
-// has some 6 items.
+// Output tiles of an item of the last phase: two, so that threads finish together; more, as long as each thread has some items:
+// for few routes, whose sums take little memory, because longer stretches of an expert's rows are read faster; on a matrix
+// unit where the intermediate, which every item reads, is larger than half of a usual second-level cache of 2 MiB.
 int64_t down_tiles(const Slab& s, int64_t routes) {
-  if (s.unit == nullptr) return 2;
+  constexpr int64_t kFewRoutes = 128, kFewTiles = 6;
   const int64_t tiles = (s.call->hidden + kTileRows - 1) / kTileRows;
-  if (routes * vector_bytes(s.call->intermediate) <= (1 << 20)) return 2;
-  return std::max<int64_t>(2, std::min<int64_t>(kMostDownTiles, tiles / (6 * s.threads) / 2 * 2));
+  const bool large = s.unit && routes * vector_bytes(s.call->intermediate) > (1 << 20);
+  if (!large && routes > kFewRoutes) return 2;
+  const int64_t most = large ? kMostDownTiles : kFewTiles, items = large ? 6 : 12;
+  return std::max<int64_t>(2, std::min<int64_t>(most, tiles / (items * s.threads) / 2 * 2));
 }
 
 // Lays the slab out in the arena.
