@@ -79,6 +79,21 @@ __device__ __forceinline__ u32 load_shared_2(u32 address) {
   return v;
 }
 
+// WORDS words, 1, 2 or 4, that lie on as many.
+template <int WORDS>
+__device__ __forceinline__ void load_shared(u32 (&words)[WORDS], u32 address) {
+  if constexpr (WORDS == 4) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address));
+  } else if constexpr (WORDS == 2) {
+    const uint2 both = load_shared_8(address);
+    words[0] = both.x, words[1] = both.y;
+  } else {
+    words[0] = load_shared_4(address);
+  }
+}
+
 __device__ __forceinline__ void store_shared_4(u32 address, u32 value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }

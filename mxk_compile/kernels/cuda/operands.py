@@ -84,8 +84,8 @@ class Format:
         """From a weight's arguments; group_size is that of `MoEDesc.group_sizes`."""
         code = ("mxfp4", "uint4", "int4").index(weight_format)
         group_log = _GROUP_LOGS.get(group_size, _WHOLE_ROW)
-        # No copy of scales is wider than 8 bytes, or 4 for MXFP4's.
-        alignment = min(scale.alignment, 8 if code else 4)
+        # No copy of scales is wider than 16 bytes, or 8 for MXFP4's.
+        alignment = min(scale.alignment, 16 if code else 8)
         return cls(code, scale.dtype if code else 0, group_log, zero is not ABSENT, alignment)
 
     @property

@@ -12,11 +12,12 @@
 // (pairs are nibbles j and j + 4 of a word), so a weight is unpacked into the A register that multiplies it: no shuffle, and
 // no bf16 weight in shared memory. Both writers of blocks (routing.cu for X, the epilogue below for H) write that order.
 //
-// Schedule. Weights are the M side, so 64 rows meet up to TOKENS tokens: a block of 3 warpgroups owns 256 weight rows x up
+// Schedule. Weights are the M side, so 64 rows meet up to TOKENS tokens: a block owns 256 weight rows x up
 // to TOKENS tokens; a launch for each of a few sizes takes the tiles of that size (rows.cuh). The first warpgroup fills a
 // ring of stages of SPAN blocks of columns: activations by bulk copies, packed rows by 16-byte copies, and scales beside
-// them, as loads by the consumers took a third of their time. The two others hold 2 x 64 rows each, unpack the next steps
-// while the tensor cores run the last ones, and drift apart by the depth of the ring, which hides their epilogues. A gate
+// them, as loads by the consumers took a third of their time. The two others hold 2 x 64 rows each, or, with few
+// tokens, four others 64 each; they unpack the next steps while the tensor cores run the last ones, and drift apart by the
+// depth of the ring, which hides their epilogues. A gate
 // row and its up row are rows g and g + 8 of one fragment, so the activation needs no exchange. A persistent grid walks
 // (token tile, row tile), row tiles fastest: the tiles of one expert run together, and a launch takes its weights from
 // device memory once. Producers look a tile ahead, and hand on what its consumers want to know at the end (List).
@@ -32,8 +33,8 @@ template <Product PRODUCT>
 __device__ __forceinline__ void compute_tile(const Gemm& p, const List& list, int row_tile, const Ring& ring, Products& products) {
   using Rows = Tile<PRODUCT>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = (threadIdx.x - PRODUCERS) / 128;
-  const int quarter = lane % 4, g = lane / 4;
-  const int output_base = row_tile * Rows::OUTPUTS + group * Rows::GROUP;
+  const int quarter = lane % 4, g = lane / 4, pair = UNITS * group / 2, first_unit = UNITS * group % 2;
+  const int output_base = row_tile * Rows::OUTPUTS + Rows::distance(pair, first_unit, 0);
   if (output_base >= p.outputs) {  // nothing here for this warpgroup: let the ring pass
     Ring passing = ring;
     for (int block = 0; block < p.blocks; block += SPAN) {
@@ -47,10 +48,10 @@ __device__ __forceinline__ void compute_tile(const Gemm& p, const List& list, in
   const int4 tile = list.tile;
   const int expert = tile.x, first_row = tile.y;
   ScaleRows rows;
-  int output[2];
+  int output[UNITS];
 #pragma unroll
-  for (int unit = 0; unit < 2; ++unit) {
-    output[unit] = Rows::first_output(row_tile, g) + Rows::distance(group, unit, 0) + Rows::WARP * warp;
+  for (int unit = 0; unit < UNITS; ++unit) {
+    output[unit] = Rows::first_output(row_tile, g) + Rows::distance(pair, first_unit + unit, 0) + Rows::WARP * warp;
     rows.columns[unit] = output[unit] < p.outputs ? p.columns : 0;
   }
 #pragma unroll
@@ -63,12 +64,12 @@ __device__ __forceinline__ void compute_tile(const Gemm& p, const List& list, in
   rows.unit = Rows::UNIT * Rows::row_step(p) * static_cast<i32>(p.scale.row_stride);
   rows.zero_unit = MXK_ZEROS ? Rows::UNIT * Rows::row_step(p) * static_cast<i32>(p.zero.row_stride) : 0;
   Sums sum;
-  multiply(products, sum, p, rows, quarter, ring, 128 * group + 8 * warp + g, Products::leads(lane, warp));
+  multiply(products, sum, p, rows, quarter, ring, 64 * UNITS * group + 8 * warp + g, Products::leads(lane, warp));
 
-  float bias[2][2] = {};
+  float bias[UNITS][2] = {};
   if (PRODUCT != PROJECT && p.bias.present()) {
 #pragma unroll
-    for (int unit = 0; unit < 2; ++unit) {
+    for (int unit = 0; unit < UNITS; ++unit) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (output[unit] >= p.outputs) continue;
@@ -80,23 +81,23 @@ __device__ __forceinline__ void compute_tile(const Gemm& p, const List& list, in
   if constexpr (PRODUCT == GATE_UP) {
     u8* block = p.out + static_cast<i64>(output_base / BLOCK) * p.total_rows * BLOCK_BYTES;
 #pragma unroll
-    for (int unit = 0; unit < 2; ++unit) {
+    for (int unit = 0; unit < UNITS; ++unit) {
 #pragma unroll
       for (int j = 0; j < TOKENS / 8; ++j) {
         if (8 * j >= tile.z) break;  // the next expert's rows, or nobody's
         const float* d = sum[unit] + 4 * j;
         const float low = activate(d[0] + bias[unit][0], d[2] + bias[unit][1], p.activation, p.alpha, p.limit);
         const float high = activate(d[1] + bias[unit][0], d[3] + bias[unit][1], p.activation, p.alpha, p.limit);
-        const u32 pair = transpose_8x8(pack_bf16x2(low, high));  // token lane / 4, outputs 2q and 2q + 1 of the chunk
-        const int row = first_row + 8 * j + g, chunk = 4 * unit + warp;
+        const u32 both = transpose_8x8(pack_bf16x2(low, high));  // token lane / 4, outputs 2q and 2q + 1 of the chunk
+        const int row = first_row + 8 * j + g, chunk = 4 * (first_unit + unit) + warp;
         *reinterpret_cast<u32*>(block + static_cast<i64>(row) * BLOCK_BYTES + (chunk ^ (row & 7)) * 16 + quarter * 4) =
-            pair;
+            both;
       }
     }
   } else if constexpr (PRODUCT == DOWN) {
     float* out = reinterpret_cast<float*>(p.out);
 #pragma unroll
-    for (int unit = 0; unit < 2; ++unit) {
+    for (int unit = 0; unit < UNITS; ++unit) {
       if (output[unit] >= p.outputs) continue;
 #pragma unroll
       for (int j = 0; j < TOKENS / 8; ++j) {
@@ -109,23 +110,25 @@ __device__ __forceinline__ void compute_tile(const Gemm& p, const List& list, in
       }
     }
   } else {
-    const int at = output_base + 32 * warp + 8 * quarter;
+    constexpr int EACH = 4 * UNITS;  // neighbouring outputs of a lane
+    const int at = output_base + Rows::WARP * warp + EACH * quarter;
     u16* out = reinterpret_cast<u16*>(p.out) + at;
 #pragma unroll
     for (int j = 0; j < TOKENS / 8; ++j) {
       if (8 * j >= tile.z) break;
-      u32 pairs[4];
+      u32 pairs[2 * UNITS];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < 2 * UNITS; ++i)
         pairs[i] = transpose_8x8(pack_bf16x2(sum[i / 2][4 * j + i % 2 * 2], sum[i / 2][4 * j + i % 2 * 2 + 1]));
       const int row = list.target[8 * j + g];
       if (row < 0) continue;
       u16* to = out + row * p.out_stride;
-      if (p.wide && at + 8 <= p.outputs) {
-        *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      if (p.wide && at + EACH <= p.outputs) {
+        if constexpr (UNITS == 2) *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        else *reinterpret_cast<uint2*>(to) = make_uint2(pairs[0], pairs[1]);
       } else {
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
+        for (int i = 0; i < EACH; ++i)
           if (at + i < p.outputs) to[i] = static_cast<u16>(pairs[i / 2] >> (16 * (i % 2)));
       }
     }
@@ -137,12 +140,14 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
   extern __shared__ __align__(1024) u8 shared[];
   __shared__ List lists[LISTS];
   __shared__ Products::Shared of_products;
-  const u32 data = shared_address(shared), barriers = data + STAGES * STAGE_BYTES;
+  u32 data = shared_address(shared);
+  asm volatile("" : "+r"(data));  // else the compiler computes it anew for each stage
+  const u32 barriers = data + STAGES * STAGE_BYTES;
   Ring ring{data, barriers, barriers + 8 * STAGES};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(ring.full + 8 * stage, COPIERS + SCALERS + 1);
-      barrier_init(ring.empty + 8 * stage, 2 * Products::ARRIVALS);
+      barrier_init(ring.empty + 8 * stage, GROUPS * Products::ARRIVALS);
     }
     barrier_init_fence();
   }
@@ -212,6 +217,7 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
 
 __device__ __constant__ extern const int prefill_shared = STAGES * (STAGE_BYTES + 2 * 8);
 __device__ __constant__ extern const int prefill_blocks = BLOCKS;
+__device__ __constant__ extern const int prefill_threads = THREADS;
 
 #if MXK_PROJECT
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) prefill_project(const __grid_constant__ Gemm p) {

@@ -19,6 +19,10 @@ constexpr int PACKED_BYTES = BLOCK / 2;   // of a block of one weight row
 constexpr bool ROOMY = MXK_SHARED >= 200 * 1024;
 // Blocks of a stage: 128 bytes of a row, a line of L2, where bytes bind; 64 where activations need the room.
 constexpr int SPAN = TOKENS <= 64 && ROOMY ? 4 : 2;
+// Warpgroups of consumers, and units of 64 weight rows that each multiplies. With WGMMA and few tokens, four fill each
+// other's waits from one deep ring, where two blocks a multiprocessor had rings of two stages.
+constexpr int GROUPS = MXK_MULTIPLY == 0 && TOKENS <= 64 ? 4 : 2;
+constexpr int UNITS = ROWS / 64 / GROUPS;
 // Steps of 16 columns whose products are started at once: fewer waits, but more registers for fragments, which tcgen05 has, as
 // its sums are not in registers.
 constexpr int GROUP_STEPS = MXK_MULTIPLY == 2 ? 4 : TOKENS <= 128 ? 2 : 1;
@@ -30,22 +34,22 @@ constexpr bool STAGED = GROUP_LOG == 5 && SCALE_BYTES <= 2 && !MXK_ZEROS;
 constexpr int SCALES = WEIGHTS + ROWS * SPAN_BYTES;
 constexpr int ROW_SCALES = STAGED ? 2 * SPAN * SCALE_BYTES : 0;  // bytes of a row and stage: 4 to 16
 constexpr int STAGE_BYTES = (SCALES + ROWS * ROW_SCALES + 1023) / 1024 * 1024;
-// Few tokens leave registers for a second block, whose unpacking fills the first's waits.
-constexpr int BLOCKS = STAGED && TOKENS <= 32 && ROOMY ? 2 : 1;  // of a multiprocessor
+// Of a multiprocessor: with few tokens and two warpgroups there are registers for a second block.
+constexpr int BLOCKS = GROUPS == 2 && STAGED && TOKENS <= 32 && ROOMY ? 2 : 1;
 constexpr int RING_BYTES = (MXK_SHARED - 5 * 1024) / BLOCKS - 1024;
 constexpr int STAGES = RING_BYTES / STAGE_BYTES < 8 ? RING_BYTES / STAGE_BYTES : 8;
 static_assert(STAGES >= 2, "shared memory of a block");
 constexpr int COPIERS = 64;               // threads that copy weights
 constexpr int SCALERS = STAGED ? 32 : 0;  // threads that copy scales
-// Tiles whose lists are in use: the producers may be a tile a stage ahead, and both warpgroups at the end of one.
+// Tiles whose lists are in use: the producers may be a tile a stage ahead, and warpgroups at the end of one.
 constexpr int LISTS = STAGES + 2;
 constexpr int PRODUCERS = 128;
-constexpr int THREADS = PRODUCERS + 256;  // and two warpgroups of consumers
-constexpr int CONSUMER_WARPS = 8;
-// Together at most what a block starts with, THREADS times 80 or 168, or setmaxnreg waits for ever.
+constexpr int CONSUMERS = GROUPS * 128;
+constexpr int THREADS = PRODUCERS + CONSUMERS;
+// Of a thread. setmaxnreg shares out what a block starts with: it waits for ever for more.
+constexpr int START_REGISTERS = 65536 / BLOCKS / THREADS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = BLOCKS == 2 ? 48 : TOKENS <= 144 ? 56 : 40;
-constexpr int CONSUMER_REGISTERS = BLOCKS == 2 ? 96 : TOKENS <= 144 ? 224 : 232;
-static_assert(PRODUCER_REGISTERS * PRODUCERS + CONSUMER_REGISTERS * 256 <= (BLOCKS == 2 ? 80 : 168) * THREADS);
+constexpr int CONSUMER_REGISTERS = (START_REGISTERS * THREADS - PRODUCER_REGISTERS * PRODUCERS) / CONSUMERS / 8 * 8;
 
 enum Product { GATE_UP, DOWN, PROJECT };
 
@@ -74,8 +78,8 @@ struct List {
   i32 target[TOKENS];
 };
 
-using Sums = float[2][TOKENS / 2];         // of a lane: both units, fragments of D
-using Fragment = u32[GROUP_STEPS][2][4];  // of each step and unit
+using Sums = float[UNITS][TOKENS / 2];        // of a lane: its units, fragments of D
+using Fragment = u32[GROUP_STEPS][UNITS][4];  // of each step and unit
 
 // What `Products` of prefill_wgmma.cuh and prefill_mma.cuh share, whose sums are in registers. `Products` are one consumer
 // thread's; a leader makes one of its warpgroup's ARRIVALS at the barrier of a stage, where all have read it.
@@ -86,7 +90,7 @@ struct RegisterSums {
   static __device__ __forceinline__ void prepare(Shared&) {}
   __device__ __forceinline__ void begin(Sums& sum) {
 #pragma unroll
-    for (int unit = 0; unit < 2; ++unit) {
+    for (int unit = 0; unit < UNITS; ++unit) {
 #pragma unroll
       for (int i = 0; i < TOKENS / 2; ++i) sum[unit][i] = 0.0f;
     }
@@ -94,22 +98,22 @@ struct RegisterSums {
   __device__ __forceinline__ void end() {}
 };
 
-// Scales of one block of a lane's four weight rows: both units, and rows g and g + 8 (gate and up) of a fragment.
+// Scales of one block of a lane's weight rows: its units, and rows g and g + 8 (gate and up) of a fragment.
 struct Scales {
-  Scale of[2][2];
+  Scale of[UNITS][2];
 };
 
 struct ScaleRows {  // where the lane reads those that are not staged
   const u8* first[2];
   const u8* zeros[2];
   i32 unit, zero_unit;  // from the first unit's to the second's, bytes
-  i32 columns[2];       // of a unit, none for a row beyond the matrix
+  i32 columns[UNITS];   // of a unit, none for a row beyond the matrix
 
   __device__ __forceinline__ void load(Scales& scales, int block, int quarter) const {
     if constexpr (STAGED) return;
     const int column = BLOCK * block + 16 * quarter;
 #pragma unroll
-    for (int u = 0; u < 2; ++u) {
+    for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         scales.of[u][half] = load_scale(first[half] + u * unit, zeros[half] + u * zero_unit,
@@ -144,6 +148,7 @@ struct Lane {
     weights = WEIGHTS + slot * SPAN_BYTES + turn_of(slot) * PACKED_BYTES + 8 * quarter;
     scales = SCALES + slot * ROW_SCALES;
     selector = quarter < 2 ? IS_MXFP4 ? 0x4440 : 0x1010 : IS_MXFP4 ? 0x4441 : 0x3232;
+    asm volatile("" : "+r"(weights), "+r"(scales), "+r"(selector));  // else the compiler computes them anew each time
   }
 };
 
@@ -154,19 +159,19 @@ struct Lane {
 template <Product PRODUCT>
 struct Tile {
   static constexpr int OUTPUTS = PRODUCT == GATE_UP ? ROWS / 2 : ROWS;
-  static constexpr int GROUP = OUTPUTS / 2;  // of a warpgroup
-  static constexpr int UNIT = PRODUCT == GATE_UP ? 8 : PRODUCT == DOWN ? 64 : 4;
-  static constexpr int WARP = PRODUCT == GATE_UP ? 1 : PRODUCT == DOWN ? 16 : 32;
+  static constexpr int GROUP = OUTPUTS / 2;  // of two units
+  static constexpr int UNIT = PRODUCT == GATE_UP ? 8 : PRODUCT == DOWN || UNITS == 1 ? 64 : 4;
+  static constexpr int WARP = PRODUCT == GATE_UP ? 1 : PRODUCT == DOWN ? 16 : 16 * UNITS;
   static constexpr int HALF = PRODUCT == DOWN ? 8 : 2;
 
   __device__ static int rows_of(const Gemm& p) { return (p.outputs + OUTPUTS - 1) / OUTPUTS; }
-  // From the output of row g in the first warp, unit and warpgroup.
+  // From the output of row g in the first warp, unit and group.
   __device__ static constexpr int distance(int group, int unit, int warp) {
     return GROUP * group + UNIT * unit + WARP * warp;
   }
   __device__ static int first_output(int row_tile, int g) {
     return row_tile * OUTPUTS +
-           (PRODUCT == GATE_UP ? 16 * (g / 2) + 4 * (g % 2) : PRODUCT == DOWN ? g : 8 * (g / 2) + g % 2);
+           (PRODUCT == GATE_UP ? 16 * (g / 2) + 4 * (g % 2) : PRODUCT == DOWN ? g : 4 * UNITS * (g / 2) + g % 2);
   }
   __device__ static i64 row(const Gemm& p, int output, int half) {
     if (PRODUCT != GATE_UP) return output + HALF * half;

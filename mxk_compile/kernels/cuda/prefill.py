@@ -24,7 +24,6 @@ ROUTING = struct.Struct("=10Q6q16i")
 ROUTING_CHANGING = ((0, struct.Struct("=10Q")),)
 BLOCK, ROW_BYTES = 64, 128  # columns of a block of activations, and its bytes a row
 ROW_STEP = 16  # an expert's rows begin at multiples of it
-GEMM_THREADS = 384
 SORT_THREADS, GATHER_WARPS, _SUM_THREADS = 1024, 8, 256
 _SEGMENT = 1024  # columns of a row that a warp gathers
 MOST_EXPERTS, MOST_TOP_K = 1024, 64
@@ -44,7 +43,8 @@ def product(name: str, tokens: int, weight: Format, scales_small: bool, device: 
     """Kernel `name` of prefill.cu, and how many of its blocks a multiprocessor holds."""
     module = library(tokens, weight, scales_small, name == "prefill_project", device)
     shared = module.constant("prefill_shared")
-    kernel = Kernel(module.kernel(name), GEMM, GEMM_CHANGING, GEMM_THREADS, shared, overlap=True)
+    threads = module.constant("prefill_threads")
+    kernel = Kernel(module.kernel(name), GEMM, GEMM_CHANGING, threads, shared, overlap=True)
     return kernel, module.constant("prefill_blocks")
 
 

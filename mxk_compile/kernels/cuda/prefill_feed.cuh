@@ -48,23 +48,38 @@ __device__ __forceinline__ void feed_weights(const Gemm& p, const int4& tile, in
   }
   const int rest = p.outputs - output;
   const u32 to = WEIGHTS + (32 * half + g) * SPAN_BYTES + ((chunk / 2) ^ turn_of(g)) * PACKED_BYTES + chunk % 2 * 16;
+  const bool whole = (row_tile + 1) * Rows::OUTPUTS <= p.outputs;  // else some rows are not there
+  const i64 of_warp = Rows::WARP * stride, of_unit = Rows::UNIT * stride, of_group = Rows::GROUP * stride;
+  const i64 steps[4] = {0, of_warp, 2 * of_warp, 3 * of_warp};
   int columns = p.columns - 32 * chunk;
   for (int block = 0; block < p.blocks; block += SPAN) {
     barrier_wait(ring.emptied(), ring.parity);
-    const u32 target = ring.here() + to;
-    const int limit = columns > 0 ? rest : 0;
+    const u32 target = ring.here() + to, valid = columns > 0 ? 16 : 0;
+    if (whole) {
+      // Addresses in registers of their own: one that a copy still reads waits for the memory pipe.
 #pragma unroll
-    for (int group = 0; group < 2; ++group) {
+      for (int i = 0; i < 2 / HALVES; ++i) {
+        const u8* row = from[i];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {  // group and unit
+#pragma unroll
+          for (int warp = 0; warp < 4; ++warp)
+            copy_16(target + (64 * j + 32 * i + 8 * warp) * SPAN_BYTES, row + steps[warp], valid);
+          row += j == 1 ? of_group - of_unit : of_unit;
+          asm volatile("" : "+l"(row));  // else the compiler keeps all addresses, and spills them
+        }
+      }
+    } else {
 #pragma unroll 1
-      for (int unit = 0; unit < 2; ++unit) {
+      for (int j = 0; j < 4; ++j) {
 #pragma unroll
         for (int i = 0; i < 2 / HALVES; ++i) {
-          const u8* row = from[i] + Rows::distance(group, 0, 0) * stride;
-          if (unit) row += Rows::UNIT * stride;
+          const u8* row = from[i] + j / 2 * of_group + j % 2 * of_unit;
+          const int away = Rows::GROUP * (j / 2) + Rows::UNIT * (j % 2);
 #pragma unroll
-          for (int warp = 0; warp < 4; ++warp, row += Rows::WARP * stride)
-            copy_16(target + (128 * group + 64 * unit + 32 * i + 8 * warp) * SPAN_BYTES, row,
-                    Rows::distance(group, 0, warp) + Rows::UNIT * unit < limit ? 16 : 0);
+          for (int warp = 0; warp < 4; ++warp)
+            copy_16(target + (64 * j + 32 * i + 8 * warp) * SPAN_BYTES, row + steps[warp],
+                    away + Rows::WARP * warp < rest ? valid : 0);
         }
       }
     }
@@ -113,42 +128,53 @@ __device__ __forceinline__ void feed_scales(const Gemm& p, const int4& tile, int
       ring.next();
     }
   } else {
-    // Too narrow for copies: through registers, a stage ahead.
-    constexpr int PART = MXK_SCALE_ALIGNMENT == 2 ? 2 : 1;
-    u32 next[4][2][STAGED ? ROW_SCALES / 4 : 1];
-    const auto load = [&] {
+    // Too narrow for copies: through registers, a stage ahead, as words on 4 bytes. A row's first bytes of a stage may lie in
+    // the last word that the stage before read.
+    constexpr int WORDS = STAGED ? ROW_SCALES / 4 : 1;
+    u32 read[4][2][WORDS + 1];
+    const auto source = [&](int j, int half) { return from[half] + Rows::distance(j / 2, j % 2, 0) * stride; };
+    const bool whole = (row_tile + 1) * Rows::OUTPUTS <= p.outputs;
+    const auto load = [&](bool first, bool all) {
       asm volatile("" : "+r"(stride));  // else the compiler keeps all addresses, and spills them
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int away = Rows::distance(j / 2, j % 2, 0);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+          const u64 at = reinterpret_cast<u64>(source(j, half));
+          const u32* words = reinterpret_cast<const u32*>(at & ~static_cast<u64>(3));
+          const int left = Rows::distance(j / 2, j % 2, 0) < rest ? groups * SCALE_BYTES + static_cast<int>(at & 3) : 0;
+          if (first) read[j][half][0] = left > 0 ? __ldg(words) : 0;
+          else read[j][half][0] = read[j][half][WORDS];
 #pragma unroll
-          for (int at = 0; at < ROW_SCALES; at += PART) {
-            u32 value = 0;
-            if (away < rest && at < groups * SCALE_BYTES) {
-              const u8* source = from[half] + away * stride + at;
-              value = PART == 2 ? __ldg(reinterpret_cast<const u16*>(source)) : __ldg(source);
-            }
-            u32& word = next[j][half][at / 4];
-            word = at % 4 == 0 ? value : word | value << (8 * (at % 4));
+          for (int i = 1; i <= WORDS; ++i) read[j][half][i] = all || 4 * i < left ? __ldg(words + i) : 0;
+        }
+      }
+    };
+    const auto store = [&](u32 target, int left) {  // bytes of a row
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const u32 shift = 8 * static_cast<u32>(reinterpret_cast<u64>(source(j, half)));
+#pragma unroll
+          for (int i = 0; i < WORDS; ++i) {
+            u32 word = __funnelshift_r(read[j][half][i], read[j][half][i + 1], shift);
+            if (4 * i + 4 > left) word &= 4 * i < left ? ~0u >> (8 * (4 * i + 4 - left)) : 0;
+            store_shared_4(target + (64 * j + 32 * half) * ROW_SCALES + 4 * i, word);
           }
         }
       }
-      from[0] += ROW_SCALES, from[1] += ROW_SCALES, groups -= 2 * SPAN;
     };
-    load();
+    load(true, false);
     for (int block = 0; block < p.blocks; block += SPAN) {
       barrier_wait(ring.emptied(), ring.parity);
       const u32 target = ring.here() + to;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-#pragma unroll
-        for (int word = 0; word < ROW_SCALES / 4; ++word)
-          store_shared_4(target + 32 * i * ROW_SCALES + 4 * word, next[i / 2][i % 2][word]);
-      }
+      if (groups >= 2 * SPAN) store(target, ROW_SCALES);
+      else store(target, groups * SCALE_BYTES);
       barrier_arrive(ring.filled());
-      load();
+      from[0] += ROW_SCALES, from[1] += ROW_SCALES, groups -= 2 * SPAN;
+      if (whole && groups > 2 * SPAN) load(false, true);
+      else load(false, false);
       ring.next();
     }
   }

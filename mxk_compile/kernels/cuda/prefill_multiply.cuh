@@ -8,33 +8,63 @@
 #include "prefill_tcgen05.cuh"
 #endif
 
-// BLOCK_OF_STAGE: 0 to SPAN - 1. Slots of units and halves are 32 rows apart.
-template <int BLOCK_OF_STAGE>
-__device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fragment (&fragment)[2], const Scales& scales,
-                                               u32 stage, const Lane& lane, u32 used, bool leader, const Constants& constants) {
-  uint2 words[2][2];
-  Scale ready[2][2];
+// Staged scales of a stage, of a lane's rows: a word a row and pair of blocks with E8M0 bytes, else a word a block.
+struct StagedScales {
+  static constexpr int WORDS = STAGED ? ROW_SCALES / 4 : 1;
+  u32 of[UNITS][2][WORDS];
+
+  __device__ __forceinline__ void load(u32 at) {
+    if constexpr (STAGED) {
 #pragma unroll
-  for (int unit = 0; unit < 2; ++unit) {
+      for (int unit = 0; unit < UNITS; ++unit) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int rows = (2 * unit + half) * 32;
-      words[unit][half] = load_shared_8(((stage + lane.weights) ^ (BLOCK_OF_STAGE * PACKED_BYTES)) + rows * SPAN_BYTES);
-      if constexpr (STAGED) {
-        const u32 at = stage + lane.scales + rows * ROW_SCALES + 2 * SCALE_BYTES * BLOCK_OF_STAGE;
-        if constexpr (IS_MXFP4) {
-          ready[unit][half].bits = scale_pair(__byte_perm(load_shared_2(at), 0, lane.selector));
-        } else {
-          ready[unit][half].bits = __byte_perm(load_shared_4(at), 0, lane.selector);
-        }
-        if constexpr (!IS_MXFP4 && MXK_SCALES == FP16)
-          ready[unit][half] = make_ready(Scale{ready[unit][half].bits & 0xFFFF, 0});
-      } else {
-        ready[unit][half] = make_ready(scales.of[unit][half]);
+        for (int half = 0; half < 2; ++half) load_shared<WORDS>(of[unit][half], at + (2 * unit + half) * 32 * ROW_SCALES);
       }
     }
   }
-  const auto operand = Products::operand(stage + BLOCK_OF_STAGE * TOKEN_BYTES);
+  // Of a block of the stage, made ready.
+  __device__ __forceinline__ Scale ready(int unit, int half, int block, u32 selector) const {
+    const u32* words = of[unit][half];
+    if constexpr (IS_MXFP4) {
+      return {scale_pair(__byte_perm(words[block / 2], 0, selector + block % 2 * 2)), 0};
+    } else {
+      const u32 twice = __byte_perm(words[block], 0, selector);
+      if constexpr (MXK_SCALES == FP16) return make_ready(Scale{twice & 0xFFFF, 0});
+      return {twice, 0};
+    }
+  }
+};
+
+using Words = uint2[UNITS][2];  // of a block of a lane's rows
+
+__device__ __forceinline__ void load_words(Words& words, u32 at) {
+#pragma unroll
+  for (int unit = 0; unit < UNITS; ++unit) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) words[unit][half] = load_shared_8(at + (2 * unit + half) * 32 * SPAN_BYTES);
+  }
+}
+
+// BLOCK_OF_STAGE: 0 to SPAN - 1. Slots of units and halves are 32 rows apart.
+template <int BLOCK_OF_STAGE, typename Operand>
+__device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fragment (&fragment)[2], const Scales& scales,
+                                               const StagedScales& staged, Words (&loaded)[2], Operand operand, u32 at,
+                                               const Lane& lane, u32 used, bool leader, const Constants& constants) {
+  // With few rows there are registers for the next block's words, asked for before this one's are unpacked.
+  constexpr bool EARLY = UNITS == 1;
+  if constexpr (!EARLY && BLOCK_OF_STAGE > 0) load_words(loaded[BLOCK_OF_STAGE % 2], at ^ (BLOCK_OF_STAGE * PACKED_BYTES));
+  const Words& words = loaded[BLOCK_OF_STAGE % 2];
+  if constexpr (EARLY && BLOCK_OF_STAGE + 1 < SPAN)
+    load_words(loaded[(BLOCK_OF_STAGE + 1) % 2], at ^ ((BLOCK_OF_STAGE + 1) * PACKED_BYTES));
+  Scale ready[UNITS][2];
+#pragma unroll
+  for (int unit = 0; unit < UNITS; ++unit) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (STAGED) ready[unit][half] = staged.ready(unit, half, BLOCK_OF_STAGE, lane.selector);
+      else ready[unit][half] = make_ready(scales.of[unit][half]);
+    }
+  }
 #pragma unroll
   for (int first = 0; first < 4; first += GROUP_STEPS) {
     products.wait(BLOCK_OF_STAGE == 0 && first == GROUP_STEPS && leader, used);
@@ -43,7 +73,7 @@ __device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fr
     for (int i = 0; i < GROUP_STEPS; ++i) {
       const int step = first + i;
 #pragma unroll
-      for (int unit = 0; unit < 2; ++unit) {
+      for (int unit = 0; unit < UNITS; ++unit) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const u32 word = step < 2 ? words[unit][half].x : words[unit][half].y;
@@ -53,7 +83,7 @@ __device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fr
         }
       }
     }
-    products.run(sum, group, operand, first, leader);
+    products.run(sum, group, operand + BLOCK_OF_STAGE * TOKEN_BYTES / Products::OPERAND_BYTES, first, leader);
   }
 }
 
@@ -63,27 +93,46 @@ __device__ __forceinline__ void multiply(Products& products, Sums& sum, const Ge
   const Lane lane(slot, quarter);
   Fragment fragment[2];
   Scales scales[2];
+  StagedScales staged;
   rows.load(scales[0], 0, quarter);
   rows.load(scales[1], 1, quarter);
   products.begin(sum);
   u32 used = ~0u;  // empty-barrier of the stage before
-#pragma unroll 1
-  for (int block = 0; block < p.blocks; block += SPAN) {
-    const u32 stage = ring.here();
+  // A stage: all its blocks, or, the last one, `count` of them.
+  const auto multiply_stage = [&](int block, int count) {
+    const u32 stage = ring.here(), at = stage + lane.weights;
     barrier_wait(ring.filled(), ring.parity);
-    multiply_block<0>(products, sum, fragment, scales[0], stage, lane, used, leader, constants);
+    const auto operand = Products::operand(stage);
+    Words loaded[2];
+    load_words(loaded[0], at);
+    staged.load(stage + lane.scales);
+    multiply_block<0>(products, sum, fragment, scales[0], staged, loaded, operand, at, lane, used, leader, constants);
     rows.load(scales[0], block + 2, quarter);
-    if (block + 1 < p.blocks) multiply_block<1>(products, sum, fragment, scales[1], stage, lane, used, leader, constants);
-    rows.load(scales[1], block + 3, quarter);
-    if constexpr (SPAN == 4) {
-      if (block + 2 < p.blocks) multiply_block<2>(products, sum, fragment, scales[0], stage, lane, used, leader, constants);
-      rows.load(scales[0], block + 4, quarter);
-      if (block + 3 < p.blocks) multiply_block<3>(products, sum, fragment, scales[1], stage, lane, used, leader, constants);
-      rows.load(scales[1], block + 5, quarter);
+    if (count > 1) {
+      multiply_block<1>(products, sum, fragment, scales[1], staged, loaded, operand, at, lane, used, leader, constants);
+      rows.load(scales[1], block + 3, quarter);
+      if constexpr (SPAN == 4) {
+        if (count > 2) {
+          multiply_block<2>(products, sum, fragment, scales[0], staged, loaded, operand, at, lane, used, leader, constants);
+          rows.load(scales[0], block + 4, quarter);
+          if (count > 3) {
+            multiply_block<3>(products, sum, fragment, scales[1], staged, loaded, operand, at, lane, used, leader, constants);
+            rows.load(scales[1], block + 5, quarter);
+          }
+        }
+      }
     }
     used = ring.emptied();
     products.leave(used, leader);
     ring.next();
+  };
+  int block = 0;
+#pragma unroll 1
+  for (; block + SPAN <= p.blocks; block += SPAN) multiply_stage(block, SPAN);
+  if (block < p.blocks) {
+    products.drain(used, leader);
+    used = ~0u;
+    multiply_stage(block, p.blocks - block);
   }
   products.finish(sum, used, leader);
 }

@@ -64,6 +64,7 @@ struct Products {
   u32 group = (threadIdx.x - PRODUCERS) / 128, turn = 0;  // blocks so far
   u32 sums, done;
 
+  static constexpr int OPERAND_BYTES = 16;
   static __device__ __forceinline__ u64 operand(u32 address) {  // as WGMMA's, and the version, 1, in bits 46 to 48
     return (static_cast<u64>(1) << 62) | (static_cast<u64>(1) << 46) | (static_cast<u64>(1024 >> 4) << 32) |
            (static_cast<u64>(1) << 16) | ((address & 0x3FFFF) >> 4);
@@ -108,6 +109,7 @@ struct Products {
     more = true;
     ++turn;
   }
+  __device__ __forceinline__ void drain(u32, bool) {}
   __device__ __forceinline__ void leave(u32 barrier, bool leader) {  // a stage, whose packed weights all warps have read
     if (leader) tensor_commit(barrier);
   }

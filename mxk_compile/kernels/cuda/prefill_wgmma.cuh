@@ -4,10 +4,10 @@
 #include "wgmma.cuh"
 
 struct Products : RegisterSums {
-  // A block of activations: K-major, 128-byte swizzle, 8 rows = 1024 bytes.
-  static __device__ __forceinline__ u64 operand(u32 address) {
-    return (static_cast<u64>(1) << 62) | (static_cast<u64>(1024 >> 4) << 32) | (static_cast<u64>(1) << 16) |
-           ((address & 0x3FFFF) >> 4);
+  // A block of activations: K-major, 128-byte swizzle, 8 rows = 1024 bytes; this is the lower half of its descriptor.
+  static constexpr int OPERAND_BYTES = 16;
+  static __device__ __forceinline__ u32 operand(u32 address) {
+    return __shfl_sync(~0u, 1 << 16 | (address & 0x3FFFF) >> 4, 0);
   }
   __device__ __forceinline__ explicit Products(Shared&) {}
   // For the fragments written next. A leader in the second wait of a stage leaves the stage before, `used`, if there is one.
@@ -16,19 +16,20 @@ struct Products : RegisterSums {
     if (leaves && used != ~0u) barrier_arrive(used);
   }
   // `first`: the first step's number in its block.
-  __device__ __forceinline__ void run(Sums& sum, const Fragment& group, u64 operand, int first, bool) {
+  __device__ __forceinline__ void run(Sums& sum, const Fragment& group, u32 operand, int first, bool) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < GROUP_STEPS; ++i) {
 #pragma unroll
-      for (int unit = 0; unit < 2; ++unit)
+      for (int unit = 0; unit < UNITS; ++unit)
         Wgmma<TOKENS>::run(sum[unit], group[i][unit], operand + 2 * (first + i));
     }
     wgmma_commit();
   }
-  __device__ __forceinline__ void leave(u32, bool) {}  // a stage: the tensor cores still read it
-  __device__ __forceinline__ void finish(Sums&, u32 used, bool leader) {
+  __device__ __forceinline__ void drain(u32 used, bool leader) {
     wgmma_wait<0>();
-    if (leader) barrier_arrive(used);
+    if (leader && used != ~0u) barrier_arrive(used);
   }
+  __device__ __forceinline__ void leave(u32, bool) {}  // a stage: the tensor cores still read it
+  __device__ __forceinline__ void finish(Sums&, u32 used, bool leader) { drain(used, leader); }
 };

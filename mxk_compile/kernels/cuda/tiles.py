@@ -9,11 +9,11 @@ import math
 TILE_SIZES = range(16, 177, 16)
 MOST_SIZES = 4
 _COSTS = {
-    **{16: 272, 32: 317, 48: 327, 64: 382, 80: 428, 96: 473, 112: 497, 128: 520},
-    **{144: 563, 160: 606, 176: 647},
+    **{16: 252, 32: 275, 48: 304, 64: 344, 80: 386, 96: 442, 112: 463, 128: 521},
+    **{144: 558, 160: 598, 176: 649},
 }
 """Time of the prefill kernel for one tile an expert, by the tile's rows: µs for 48 experts of 4096 x 7168 INT4 weights,
-measured on an H200 (docs/performance/h200.md); 80, 112 and 144 are means of their neighbours."""
+measured on an H200 (docs/performance/h200.md)."""
 _PLAN_AND_GATHER = 12  # µs of a projection, there
 _ANOTHER_SIZE = 1.02  # a further tile size is a further launch, whose last tiles leave multiprocessors idle
 _SPREAD = 2.5  # standard deviations of an expert's rows that count

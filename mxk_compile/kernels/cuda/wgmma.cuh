@@ -6,6 +6,13 @@
 // wgmma.mma_async.m64nNk16").
 #pragma once
 
+// Descriptors of B have the same upper half: 128-byte swizzle, and 1024 bytes from 8 rows to the next.
+__device__ __forceinline__ u64 b_descriptor(u32 lower) {
+  u64 d;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(lower), "n"(1 << 30 | 1024 >> 4));
+  return d;
+}
+
 template <int N>
 struct Wgmma;
 
@@ -15,10 +22,10 @@ struct Wgmma;
 #define MXK_WGMMA(N, NAMES, A_AND_B, ...)                                                                       \
   template <>                                                                                                  \
   struct Wgmma<N> {                                                                                            \
-    static __device__ __forceinline__ void run(float (&d)[N / 2], const u32 (&a)[4], u64 b) {                  \
+    static __device__ __forceinline__ void run(float (&d)[N / 2], const u32 (&a)[4], u32 b) {                  \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES "}, " A_AND_B ", 1, 1, 1, 0;\n" \
                    : __VA_ARGS__                                                                               \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor(b)));                        \
     }                                                                                                          \
   };
 #define MXK_N8 "%0, %1, %2, %3, %4, %5, %6, %7"

@@ -151,6 +151,9 @@ PREFILL = {
     "strange ids": Call(
         "prefill:32", {"num_tokens": 6, "top_k": 5, "experts_min": 2, "per_route": True}, change=strange_ids
     ),
+    "part of a stage": Call(
+        "prefill:32", {"num_tokens": 40, "hidden_size": 352, "intermediate_size": 288, "num_experts": 2}
+    ),
     "large scales": Call("prefill:16", {"num_tokens": 7}, change=large_scales),
     "gaps": Call("prefill:16", {**GPT_OSS, "hidden_size": 160}, change=with_gaps),
     "lists": Call("prefill:16", {"row_order": "gate_up", "bias": True}, 5, small_ids, lists=True),

@@ -59,6 +59,27 @@ def test_routes(weight_format: str, zero: bool, inputs: int, outputs: int) -> No
     check("routes", x, (ids,), weight, 26, weight_format=weight_format, top_k=2, experts_min=1)
 
 
+def test_the_next_rows_scales_are_no_part_of_a_row() -> None:
+    """3 bytes of scales a row: words of 4 hold the next row's first one, here NaN."""
+    weight, scale, *rest = random_weight(2, 64, 96, "mxfp4", 32, False)
+    scale[:, 1::2] = 255
+    out = torch.zeros(5, 64, dtype=torch.bfloat16)
+    with emulator.use(processors=2):
+        project(
+            "routes",
+            out,
+            torch.randn(5, 96).bfloat16(),
+            torch.zeros(5, 1, dtype=torch.int32),
+            weight,
+            scale,
+            *rest,
+            weight_format="mxfp4",
+            top_k=1,
+        )
+    assert out[:, 0::2].isfinite().all()
+    assert out[:, 1::2].isnan().all()
+
+
 @pytest.mark.parametrize("block_size", [8, 48])
 def test_sorted_lists_longer_than_what_counts(block_size: int) -> None:
     x = torch.randn(20, 256).bfloat16()
