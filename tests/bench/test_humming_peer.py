@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import sys
 from types import ModuleType, SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import ROOT
 from torch import Tensor
 
 from mxk_compile.bench import implementations
@@ -127,3 +129,36 @@ def test_a_projection_of_the_chord_suite(peer: ModuleType, table: str, projectio
     assert theirs.rel_l2() < 2.5e-3
     (rows,) = torch.where(call.experts < 0)
     assert not theirs.out[rows].any()
+
+
+@pytest.fixture
+def bench_hopper(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script benchmarks/bench_hopper.py."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("bench_hopper")
+
+
+@pytest.mark.parametrize(("name", "top_k"), [("w13", 2), ("w2", 1)])
+def test_the_peers_product_is_held_against_fp32(
+    peer: ModuleType, bench_hopper: ModuleType, name: str, top_k: int
+) -> None:
+    case = random_case(num_tokens=9, top_k=2, hidden_size=160, intermediate_size=96)
+    case.topk_ids[:] %= 4
+    product = peer.Product(getattr(case, name), getattr(case, f"{name}_scale"), "mxfp4")
+    columns = getattr(case, name).shape[2] * 2
+    x = torch.randn(18 // top_k, columns).bfloat16()
+    y = product.indexed(case.topk_ids, len(case.w2), top_k)(x)
+    arguments = (x, case.topk_ids, top_k, case, name)
+    assert bench_hopper._product_error(y, *arguments) < 2.5e-3
+    assert bench_hopper._product_error(y.roll(1, 0), *arguments) > 0.5
+
+
+def test_rows_of_both_kinds_make_a_table(bench_hopper: ModuleType) -> None:
+    common = {"rel_l2": 2e-3, "peer_us": 30.0}
+    rows = [{"variant": "glm", "tokens": 8, "us": 20.0, **common}]
+    chord = {"table": "TP8", "count": 1024, **common}
+    rows += [{**chord, "us": 10.0}, {**chord, "us": 30.0, "rel_l2": 3e-3}]
+    assert bench_hopper.table(rows).splitlines()[2:] == [
+        "| glm, T = 8 | 30.0 | 20.0 | 1.50 | 2.00e-03 |",
+        "| TP8 1024 | 60.0 | 10.0 + 30.0 = 40.0 | 1.50 | 3.00e-03 |",
+    ]

@@ -20,11 +20,6 @@ static_assert(NT % 2 == 0, "rows of an expert come in eights");
 constexpr u32 TWO_100 = 0x71807180u, TWO_96 = 0x6F806F80u;  // twice in bf16
 constexpr float TWO_33 = 8589934592.0f;
 
-__device__ __forceinline__ uint4 load_shared_16(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-  return v;
-}
 __device__ __forceinline__ void store_shared_16(u32 address, const uint4& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }

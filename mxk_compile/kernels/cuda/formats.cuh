@@ -70,14 +70,15 @@ struct Constants {
   }
 };
 
-// Weights J and J + 4 of a word of eight.
-template <int J>
+// Weights J and J + 4 of a word of eight, or, NEIGHBOURS, both of byte J.
+template <int J, bool NEIGHBOURS>
 __device__ __forceinline__ u32 unpack(u32 word, const Scale& scale, const Constants& constants) {
   if constexpr (IS_MXFP4) {
-    return weights<J>(word, scale.bits);
+    return scaled(NEIGHBOURS ? expand_byte<J>(word) : expand<J>(word), scale.bits);
   } else {
+    const u32 codes = NEIGHBOURS ? __byte_perm(word, word >> 4, J | J << 4 | (4 + J) << 8 | (4 + J) << 12) : word >> (4 * J);
     u32 biased;  // in one instruction: the constants are in registers
-    asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(biased) : "r"(word >> (4 * J)), "r"(constants.mask), "r"(constants.pattern));
+    asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(biased) : "r"(codes), "r"(constants.mask), "r"(constants.pattern));
     const u32 value = MXK_ZEROS ? subtract_bf16x2(subtract_bf16x2(biased, 0x43004300u), scale.zero)
                                 : subtract_bf16x2(biased, 0x43084308u);  // 136
     if constexpr (MXK_SCALES == BF16) {

@@ -2,7 +2,8 @@
 INT4 and few rows an expert, the decode kernel's one launch (decode_project.py).
 
 Three launches and one more for each further tile size: a plan (rows of each expert, tiles), a gather of x into
-prefill.cu's blocks, and the product, which writes each row of `out` where the caller wants it. Nothing is read back, so
+prefill.cu's blocks, and the product, which writes each row of `out` where the caller wants it. Where that costs less
+(`tiles.rows_stay`), the product reads rows of x where they lie, and nothing is gathered. Nothing is read back, so
 that a CUDA graph holds it; rows of `out` that no expert has are not written.
 """
 
@@ -17,19 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxk_compile.kernels.cuda import decode_project, prefill, scales
+from mxk_compile.kernels.cuda import decode_project, maps, prefill, scales
 from mxk_compile.kernels.cuda.build import build
-from mxk_compile.kernels.cuda.devices import Device, served
+from mxk_compile.kernels.cuda.devices import HOPPER, Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
 from mxk_compile.kernels.cuda.operands import ABSENT, ALIGNMENT, Format, Operand, operand
-from mxk_compile.kernels.cuda.prefill import BLOCK, ROW_BYTES, ROW_STEP
+from mxk_compile.kernels.cuda.prefill import (
+    ALL,
+    BLOCK,
+    BLOCKED,
+    IN_PLACE,
+    LISTED,
+    MARKED,
+    ROUTES,
+    ROW_BYTES,
+    ROW_STEP,
+)
 from mxk_compile.kernels.cuda.schedule import Product, choose_of_product
-from mxk_compile.kernels.cuda.tiles import MOST_SIZES, tile_sizes
+from mxk_compile.kernels.cuda.tiles import MOST_SIZES, rows_stay, tile_sizes
 from mxk_compile.kernels.empty import maker
 from mxk_compile.ops.project import GROUP_ROWS, NUM_ROUTING
 
 # struct Rows of groups.cu.
 _GROUPS = struct.Struct("=9Q2q15i4x")
+_ANY_LISTED = 2**31 - 1  # as most_listed: all that is not negative counts
+_MOST_MAPS = 64
 _GROUPS_CHANGING = ((0, struct.Struct("=9Q")),)
 _KINDS = {"sorted": 0, "contiguous": 1, "masked": 2}
 _MOST_BLOCKS = 24576  # whose counts fit into the 99 KB of shared memory that a block has on every device
@@ -211,18 +224,30 @@ class _Projection:
                 )
             return
         sizes = schedule.sizes or tile_sizes(mean, even=overload == "contiguous", most=self._kind.most_rows)
+        ordered = overload in ("contiguous", "masked")
+        # The tensor maps want strides, and at least a box.
+        mappable = columns >= BLOCK and x_stride > 0 and (x_outer > 0 or x.dim() == 2)
+        stays = aligned and self._kind == HOPPER and rows_stay(outputs, sizes[-1], ordered)
+        feed = BLOCKED if not stays else LISTED if not ordered else IN_PLACE if mappable else BLOCKED
+        self._feed, self._sizes = feed, sizes
         with torch.cuda.device(device):
             small = self._scales is None or self._scales.small is True
             self._kernels = [
-                prefill.product("prefill_project", size, format_, small, self._kind) for size in sizes
+                prefill.product("prefill_project", size, format_, small, self._kind, feed) for size in sizes
             ]
         all_sizes = (*sizes, *(0,) * (MOST_SIZES - len(sizes)))
+        expert_places = 0
+        listed = (ROUTES, 1, _ANY_LISTED)  # what the gather has found
         if overload == "routes":
             self._places = num_rows
             runs = min(num_experts, num_rows)
             rows = num_rows + (ROW_STEP - 1) * runs
-            self._space = space = _Space.of(rows, runs, 4 * num_rows, columns, sizes[-1])
+            self._space = space = _Space.of(
+                rows, runs, 4 * num_rows, columns if feed == BLOCKED else 0, sizes[-1]
+            )
             (ids,) = routing
+            if feed == LISTED:
+                listed = (ROUTES, top_k, num_rows)
             self._rows = prefill.ROUTING.pack(
                 *(0,) * 10,
                 *(*ids.stride(), *_ROUTES_WEIGHTS, x_stride, attributes.get("experts_min", 0)),
@@ -235,21 +260,36 @@ class _Projection:
                 places, block_size = num_rows, num_rows // num_experts
                 if x.dim() == 2:
                     x_outer = block_size * x_stride
+                expert_places = block_size
+            if feed != BLOCKED:
+                listed = {
+                    "sorted": (ROUTES, top_k, num_rows),
+                    "contiguous": (MARKED, 1, num_experts),
+                    "masked": (ALL, 1, 0),
+                }[overload]
+            # Of x: columns, rows, matrices; strides in bytes.
+            shape = (columns, expert_places, num_experts) if expert_places else (columns, num_rows, 1)
+            self._of_maps = shape, (2 * x_stride, 2 * (x_outer or num_rows * x_stride))
             self._places = places
             # Each block may be rounded up, where it does not end on a whole step.
             rows = places + (ROW_STEP - 1) * (blocks if block_size % ROW_STEP else 0)
-            self._space = space = _Space.of(rows, blocks, 8 * blocks, columns, sizes[-1])
+            self._space = space = _Space.of(
+                rows, blocks, 8 * blocks, columns if feed == BLOCKED else 0, sizes[-1]
+            )
             self._rows = _GROUPS.pack(
                 *(0,) * 9,
                 *(x_stride, x_outer, _KINDS[overload], places, block_size, blocks, num_experts),
                 *(num_rows, top_k, columns, space.total_rows, space.most_tiles, *all_sizes, aligned),
             )
-        self._gather_blocks = prefill.gather_blocks(self._places, columns)
+        self._gather_blocks = prefill.gather_blocks(self._places, columns) if feed == BLOCKED else 0
+        if feed == IN_PLACE:
+            self._maps = functools.lru_cache(_MOST_MAPS)(self._encode_maps)
         wide = self._copies_out or out.data_ptr() % ALIGNMENT == 0
         self._products = [
             prefill.GEMM.pack(
                 *(field for part in self._parts for field in part.fields),
-                *(0, 0, 0, 0, 0, out_stride, space.total_rows, -(-columns // BLOCK), columns, outputs),
+                *(0, 0, 0, 0, 0, out_stride, *listed, x_stride // 8, expert_places, space.total_rows),
+                *(-(-columns // BLOCK), columns, outputs),
                 *(1, 0, 0, 0, 0, 0, 0.0, 0.0, chained, wide and out_stride % 8 == 0),
             )
             for chained in (False, True)
@@ -259,6 +299,10 @@ class _Projection:
     def current(self, scale: Tensor) -> bool:
         """Whether what was found out about the scales still holds: their bytes may have changed in place."""
         return self._scales is None or self._scales.current(scale)
+
+    def _encode_maps(self, address: int) -> tuple[bytes, ...]:
+        """Of x, by tile size."""
+        return tuple(maps.of_rows(address, *self._of_maps, size) for size in self._sizes)
 
     def __call__(self, out: Tensor, x: Tensor, routing: tuple[Tensor, ...]) -> None:
         """Writes `out`; layouts are those given before."""
@@ -284,10 +328,13 @@ class _Projection:
         workspace, space = self._new_workspace(), self._space
         base = workspace.data_ptr()
         tiles, num_tiles, target = base + space.tiles, base + space.num_tiles, base + space.target
-        rows, of_blocks = base + space.x, base + space.of_blocks
-        first = routing[0].data_ptr()
+        blocked = self._feed == BLOCKED
+        rows = base + space.x if blocked else x.data_ptr()
+        of_blocks = base + space.of_blocks
+        first = listed = routing[0].data_ptr()
         if self._overload == "routes":
             plan, gather, _ = prefill.routing(self._kind)
+            listed = target
             where: tuple[int, ...] = (
                 first,
                 first,
@@ -303,14 +350,20 @@ class _Projection:
         else:
             plan, gather = _groups(self._kind)
             more = [tensor.data_ptr() for tensor in routing[1:]] or [0, 0]
-            where = (first, *more, x.data_ptr(), rows, of_blocks, target, tiles, num_tiles)
+            where = (first, *more, x.data_ptr(), rows, of_blocks if blocked else 0, target, tiles, num_tiles)
         plan.launch(device, stream, 1, self._rows, where)
-        gather.launch(device, stream, self._gather_blocks, self._rows, where)
+        if blocked:
+            gather.launch(device, stream, self._gather_blocks, self._rows, where)
+            listed = target
         processors = multiprocessors(device)
         for index in range(len(self._kernels) - 1, -1, -1):  # the largest tiles first
             kernel, blocks = self._kernels[index]
-            of_size = (tiles + 16 * index * space.most_tiles, num_tiles + 4 * index, target)
+            of_size = (tiles + 16 * index * space.most_tiles, num_tiles + 4 * index, listed)
             argument = self._products[index != len(self._kernels) - 1]
-            kernel.launch(device, stream, blocks * processors, argument, (rows, result.data_ptr(), *of_size))
+            changes: tuple[tuple[Any, ...], ...] = ((rows, result.data_ptr(), *of_size),)
+            if self._feed == IN_PLACE:
+                argument = bytes(maps.MAP_BYTES) + argument
+                changes = ((self._maps(rows)[index],), *changes)
+            kernel.launch(device, stream, blocks * processors, argument, *changes)
         if self._copies_out:
             out.copy_(result)

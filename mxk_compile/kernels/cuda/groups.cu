@@ -18,9 +18,9 @@ struct Rows {
   const i32* count;    // sorted: num_tokens_post_padded
   const u8* x;
   u8* rows;            // X in blocks
-  int2* of_block;      // first row, and places that have one
+  int2* of_block;      // first row, and places that have one; null: rows stay where they are, and no others are made
   i32* target;         // row of out of each row, -1 for none
-  int4* tiles;         // [sizes][most_tiles]
+  int4* tiles;         // [sizes][most_tiles]; with first places in place of first rows where rows stay
   i32* num_tiles;      // [sizes]
   i64 x_stride, x_outer;  // elements; masked: from expert to expert
   i32 kind;
@@ -40,54 +40,72 @@ __device__ __forceinline__ int row_at(const Rows& p, int place) {
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS) groups_plan(const __grid_constant__ Rows p) {
   extern __shared__ int used[];  // places of a block up to its last that holds something
-  __shared__ int of_warps[SORT_THREADS / 32], lists[MOST_SIZES];
+  __shared__ int lists[MOST_SIZES], next_row;
   wait_for_earlier_kernels();
   const int counting = p.kind == SORTED ? min(p.places, max(0, *p.count)) : p.places;
-  for (int block = threadIdx.x; block < p.blocks; block += SORT_THREADS)
-    used[block] = p.kind == MASKED ? min(max(p.first[block], 0), p.block_size) : 0;
   if (threadIdx.x < MOST_SIZES) lists[threadIdx.x] = 0;
-  __syncthreads();
-  if (p.kind != MASKED) {
+  if (threadIdx.x == 0) next_row = 0;
+  const auto holds = [&](int place) { return row_at(p, place) >= 0; };
+  // Most blocks are full, which their last place shows; the others are looked through by a warp each.
 #pragma unroll 4
-    for (int place = threadIdx.x; place < counting; place += SORT_THREADS)
-      if (place / p.block_size < p.blocks && row_at(p, place) >= 0) atomicMax(&used[place / p.block_size], place % p.block_size + 1);
+  for (int block = threadIdx.x; block < p.blocks; block += SORT_THREADS) {
+    const int end = min((block + 1) * p.block_size, counting);
+    if (p.kind == MASKED) used[block] = min(max(p.first[block], 0), p.block_size);
+    else used[block] = end - block * p.block_size == p.block_size && holds(end - 1) ? p.block_size : -1;
+  }
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  for (int base = threadIdx.x - lane; base < p.blocks; base += SORT_THREADS) {
+    for (u32 open = __ballot_sync(~0u, base + lane < p.blocks && used[base + lane] < 0); open != 0; open &= open - 1) {
+      const int block = base + __ffs(open) - 1, begin = block * p.block_size, end = min(begin + p.block_size, counting);
+      int last = 0;
+#pragma unroll 4
+      for (int place = begin + lane; place < end; place += 32)
+        if (holds(place)) last = place - begin + 1;
+      for (int step = 16; step > 0; step /= 2) last = max(last, __shfl_xor_sync(~0u, last, step));
+      if (lane == 0) used[block] = last;
+    }
   }
   __syncthreads();
   const auto expert_of = [&](int block) {
     if (p.kind == MASKED) return block;
     return p.kind == CONTIGUOUS ? p.first[block * p.block_size] : p.experts[block];
   };
+#pragma unroll 4
   for (int block = threadIdx.x; block < p.blocks; block += SORT_THREADS) {
-    if (used[block] == 0) continue;
     const int expert = expert_of(block);
     if (expert < 0 || expert >= p.num_experts) used[block] = 0;
   }
   __syncthreads();
-  // Each thread takes a stretch of blocks, and the runs that begin there.
-  const int stretch = (p.blocks + SORT_THREADS - 1) / SORT_THREADS;
-  const int begin = min(p.blocks, static_cast<int>(threadIdx.x) * stretch), end = min(p.blocks, begin + stretch);
-  const auto continues = [&](int block) {  // whether a block belongs to the run of the one before
-    return block > 0 && block < p.blocks && used[block] > 0 && used[block - 1] == p.block_size &&
-           expert_of(block) == expert_of(block - 1);
-  };
-  const auto padded_rows = [&](int block, int& last) {
-    int rows = used[block];
-    for (last = block + 1; continues(last); ++last) rows += used[last];
-    return (rows + ROW_STEP - 1) / ROW_STEP * ROW_STEP;
-  };
-  int mine = 0, last;
-  for (int block = begin; block < end; ++block)
-    if (used[block] > 0 && !continues(block)) mine += padded_rows(block, last);
-  int first = exclusive_sum(mine, of_warps);
-  for (int block = begin; block < end; ++block) {
-    if (used[block] == 0) p.of_block[block] = make_int2(0, 0);
-    if (used[block] == 0 || continues(block)) continue;
-    const int padded = padded_rows(block, last);
-    int at = first;
-    for (int i = block; i < last; at += used[i], ++i) p.of_block[i] = make_int2(at, used[i]);
-    for (; at < first + padded; ++at) p.target[at] = -1;
-    make_tiles(p.tiles, lists, p.sizes, p.most_tiles, expert_of(block), first, padded);
-    first += padded;
+  // Whether a block belongs to the run of the one before: found by all threads at once, as experts are far away.
+  constexpr int CONTINUES = 1 << 30;
+  u32 continues = 0;
+#pragma unroll 4
+  for (int block = threadIdx.x, i = 0; block < p.blocks; block += SORT_THREADS, ++i) {
+    const int before = max(block - 1, 0);
+    const bool same = expert_of(block) == expert_of(before);
+    if (same && block > 0 && used[block] > 0 && used[before] == p.block_size) continues |= 1u << i;
+  }
+  __syncthreads();
+  for (int block = threadIdx.x, i = 0; block < p.blocks; block += SORT_THREADS, ++i)
+    if (continues >> i & 1) used[block] |= CONTINUES;
+  __syncthreads();
+  for (int block = threadIdx.x; block < p.blocks; block += SORT_THREADS) {
+    int rows = used[block], last = block + 1;
+    if (rows == 0 && p.of_block != nullptr) p.of_block[block] = make_int2(0, 0);
+    if (rows == 0 || rows & CONTINUES) continue;
+    for (; last < p.blocks && used[last] & CONTINUES; ++last) rows += used[last] & ~CONTINUES;
+    int first = block * p.block_size;
+    if (p.of_block != nullptr) {
+      // In blocks, rows lie together. Which run comes first no result depends on.
+      first = atomicAdd(&next_row, (rows + ROW_STEP - 1) / ROW_STEP * ROW_STEP);
+      for (int i = block, at = first; i < last; ++i) {
+        const int count = used[i] & ~CONTINUES;
+        p.of_block[i] = make_int2(at, count);
+        at += count;
+      }
+    }
+    make_tiles(p.tiles, lists, p.sizes, p.most_tiles, expert_of(block), first, rows);
   }
   __syncthreads();
   if (threadIdx.x < MOST_SIZES) p.num_tiles[threadIdx.x] = lists[threadIdx.x];

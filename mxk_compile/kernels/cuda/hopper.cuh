@@ -67,6 +67,12 @@ __device__ __forceinline__ uint2 load_shared_8(u32 address) {
   return v;
 }
 
+__device__ __forceinline__ uint4 load_shared_16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
 __device__ __forceinline__ u32 load_shared_4(u32 address) {
   u32 v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
@@ -130,6 +136,14 @@ __device__ __forceinline__ void bulk_copy(u32 target, const void* source, u32 by
                : "memory");
 }
 
+// A box of a tensor map (CUtensorMap); x, y, z: its first element.
+__device__ __forceinline__ void tensor_copy(u32 target, const u8* map, i32 x, i32 y, i32 z, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(target),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
 // 16 bytes of which `valid` (0 or 16) are read, the others become zero.
 __device__ __forceinline__ void copy_16(u32 target, const u8* source, u32 valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid)
@@ -142,6 +156,9 @@ __device__ __forceinline__ void copy_small(u32 target, const u8* source, u32 val
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source), "n"(SIZE), "r"(valid)
                : "memory");
 }
+
+// Copies by threads that have arrived, before the tensor cores read them: bulk copies need none.
+__device__ __forceinline__ void copies_to_products_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_arrive_after_copies(u32 barrier) {  // one of the arrivals that it counts
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

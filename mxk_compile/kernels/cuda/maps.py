@@ -1,4 +1,4 @@
-"""Tensor maps of a layer's weights: what the bulk copies of the decode kernel take their boxes from."""
+"""Tensor maps: what bulk copies take their boxes from, of weights for the decode kernel, of rows for prefill.cu."""
 
 from __future__ import annotations
 
@@ -59,6 +59,33 @@ class Matrix:
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
         return ctypes.string_at(ask(encoded).getPtr(), MAP_BYTES)
+
+
+def of_rows(address: int, sizes: tuple[int, int, int], strides: tuple[int, int], box_rows: int) -> bytes:
+    """The map of bf16 rows, from which boxes of 64 columns come as WGMMA wants them, in its swizzle of 128 bytes.
+
+    Args:
+        address: on 16 bytes.
+        sizes: columns, rows and matrices; what lies beyond them reads as zeros.
+        strides: of rows and matrices, in bytes, multiples of 16 above 0.
+        box_rows: of a box, up to 256.
+    """
+    from cuda.bindings import driver
+
+    encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        len(sizes),
+        address,
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(size) for size in (64, box_rows, 1)],
+        [driver.cuuint32_t(1)] * len(sizes),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return ctypes.string_at(ask(encoded).getPtr(), MAP_BYTES)
 
 
 def encode(matrices: tuple[Matrix, ...], device: int) -> tuple[bytes, Tensor | None]:

@@ -22,8 +22,19 @@ __device__ __forceinline__ u32 scale_pair(u32 byte) {
   return bits | bits << 16;
 }
 
+// Both nibbles of byte I of a word, so that bf16s are the code's neighbours, as `expand`.
+template <int I>
+__device__ __forceinline__ u32 expand_byte(u32 word) {
+  const u32 high = __byte_perm(word << 4, word, I | I << 4 | (4 + I) << 8 | (4 + I) << 12);  // codes in bits 12 to 15
+  return (high >> 6 & 0x01C001C0u) | (high & 0x80008000u);
+}
+
+__device__ __forceinline__ u32 scaled(u32 expanded, u32 scale) {
+  if constexpr (MXK_SCALES_SMALL) return multiply_bf16x2(expanded, scale);
+  return multiply_bf16x2(multiply_bf16x2(expanded, TWO_126), scale);
+}
+
 template <int J>
 __device__ __forceinline__ u32 weights(u32 word, u32 scale) {
-  if constexpr (MXK_SCALES_SMALL) return multiply_bf16x2(expand<J>(word), scale);
-  return multiply_bf16x2(multiply_bf16x2(expand<J>(word), TWO_126), scale);
+  return scaled(expand<J>(word), scale);
 }

@@ -11,6 +11,9 @@
 // 16q + 8(s / 2) + 2(s % 2) + h + 4b. This is the order in which lane q of four finds its 16 columns in the packed words
 // (pairs are nibbles j and j + 4 of a word), so a weight is unpacked into the A register that multiplies it: no shuffle, and
 // no bf16 weight in shared memory. Both writers of blocks (routing.cu for X, the epilogue below for H) write that order.
+// A projection may also read rows of X where the caller has them (MXK_ROWS): a box of a tensor map, or 16-byte copies of rows
+// that a list names, lie in shared memory as blocks do, with columns in their natural order. Then lane q takes byte q of each
+// packed word, 5 instructions more for 8 codes, and both scales of a block.
 //
 // Schedule. Weights are the M side, so 64 rows meet up to TOKENS tokens: a block owns 256 weight rows x up
 // to TOKENS tokens; a launch for each of a few sizes takes the tiles of that size (rows.cuh). The first warpgroup fills a
@@ -146,7 +149,7 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
   Ring ring{data, barriers, barriers + 8 * STAGES};
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(ring.full + 8 * stage, COPIERS + SCALERS + 1);
+      barrier_init(ring.full + 8 * stage, COPIERS + SCALERS + (MXK_ROWS == LISTED ? 33 * TOKEN_WARPS : 1));
       barrier_init(ring.empty + 8 * stage, GROUPS * Products::ARRIVALS);
     }
     barrier_init_fence();
@@ -174,11 +177,11 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
     // Each tile is looked up while the one before is fed.
     const auto look_up = [&](int work) { return work < total ? p.tiles[work / row_tiles] : make_int4(0, 0, 0, 0); };
     int4 following = look_up(blockIdx.x);
-    if (warp == 1 || warp == 2) {
+    if (warp >= TOKEN_WARPS && warp < 3) {
       for (int work = blockIdx.x; work < total; next_tile(work)) {
         const int4 tile = following;
         following = look_up(work + gridDim.x);
-        feed_weights<PRODUCT>(p, tile, work % row_tiles, threadIdx.x - 32, ring);
+        feed_weights<PRODUCT>(p, tile, work % row_tiles, threadIdx.x - 32 * TOKEN_WARPS, ring);
       }
     } else if (STAGED && warp == 3) {
       for (int work = blockIdx.x; work < total; next_tile(work)) {
@@ -186,22 +189,26 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
         following = look_up(work + gridDim.x);
         feed_scales<PRODUCT>(p, tile, work % row_tiles, threadIdx.x - 96, ring);
       }
-    } else if (warp == 0) {
-      const int lane = threadIdx.x;
-      Targets coming;
-      if constexpr (PRODUCT == PROJECT) coming.load(p, following, lane);
+    } else if (warp < TOKEN_WARPS) {
+      const int lane = threadIdx.x % 32;
+      Places coming;
+      if constexpr (PRODUCT == PROJECT) coming.look_up(p, following, warp, lane);
       for (int work = blockIdx.x; work < total; next_tile(work)) {
         const int4 tile = following;
         following = look_up(work + gridDim.x);
-        // The list is there for who sees the first stage's arrival, which thread 0 makes.
-        if (lane == 0) lists[list].tile = tile;
+        // The list is there for who sees the first stage's arrival, which the first lanes make.
+        if (threadIdx.x == 0) lists[list].tile = tile;
         if constexpr (PRODUCT == PROJECT) {
-          coming.store(lists[list], lane);
-          coming.load(p, following, lane);
+          coming.store(p, tile, lists[list], warp, lane);
+          coming.look_up(p, following, warp, lane);
         }
         __threadfence_block();
         __syncwarp();
+#if MXK_ROWS == LISTED
+        feed_rows(p, tile, lists[list], warp, lane, ring);
+#else
         if (lane == 0) feed_tokens(p, tile, ring);
+#endif
         __syncwarp();
       }
     }

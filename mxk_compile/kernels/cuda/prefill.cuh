@@ -13,6 +13,15 @@ constexpr int BLOCK_BYTES = 2 * BLOCK;    // of a row
 #ifndef MXK_PROJECT
 #define MXK_PROJECT 0
 #endif
+// Where rows of activations lie, of a projection: in blocks, or as the caller has them: rows that a list names, or the rows
+// themselves, by a tensor map.
+#define BLOCKED 0
+#define LISTED 1
+#define IN_PLACE 2
+#ifndef MXK_ROWS
+#define MXK_ROWS BLOCKED
+#endif
+constexpr bool NATURAL = MXK_ROWS != BLOCKED;  // the order of a block's columns
 constexpr int TOKENS = MXK_TOKENS;        // of a tile: wgmma's N, 16..176 in steps of 16
 constexpr int ROWS = 256;                 // weight rows of a tile
 constexpr int PACKED_BYTES = BLOCK / 2;   // of a block of one weight row
@@ -39,7 +48,8 @@ constexpr int BLOCKS = GROUPS == 2 && STAGED && TOKENS <= 32 && ROOMY ? 2 : 1;
 constexpr int RING_BYTES = (MXK_SHARED - 5 * 1024) / BLOCKS - 1024;
 constexpr int STAGES = RING_BYTES / STAGE_BYTES < 8 ? RING_BYTES / STAGE_BYTES : 8;
 static_assert(STAGES >= 2, "shared memory of a block");
-constexpr int COPIERS = 64;               // threads that copy weights
+constexpr int TOKEN_WARPS = MXK_ROWS == LISTED && SPAN == 2 ? 2 : 1;  // that copy activations
+constexpr int COPIERS = 32 * (3 - TOKEN_WARPS);  // threads that copy weights
 constexpr int SCALERS = STAGED ? 32 : 0;  // threads that copy scales
 // Tiles whose lists are in use: the producers may be a tile a stage ahead, and warpgroups at the end of one.
 constexpr int LISTS = STAGES + 2;
@@ -53,14 +63,31 @@ constexpr int CONSUMER_REGISTERS = (START_REGISTERS * THREADS - PRODUCER_REGISTE
 
 enum Product { GATE_UP, DOWN, PROJECT };
 
+// What `list` says of place i, and so which row of the output it is; -1 for none.
+enum Listed : i32 {
+  ALL,     // no list: row i
+  ROUTES,  // list[i], if it is below most_listed; `share` of them read one row of the activations
+  MARKED   // row i, if list[i] is below most_listed
+};
+
+struct alignas(64) TensorMap {
+  u8 bytes[128];  // CUtensorMap
+};
+
 struct Gemm {
+#if MXK_ROWS == IN_PLACE
+  TensorMap map;       // of activations: columns, rows, experts; a box: BLOCK columns of TOKENS rows
+#endif
   Operand weight, scale, zero, bias;
-  const u8* rows;      // activations, in blocks
+  const u8* rows;      // activations
   u8* out;             // gate_up: H in blocks; down: Y [rows][outputs] fp32; project: bf16, rows out_stride apart
-  const int4* tiles;   // {expert, first row, rows, -}, rows <= TOKENS a multiple of 16
+  const int4* tiles;   // {expert, first place, places <= TOKENS, rounded up to 16; places}
   const i32* num_tiles;
-  const i32* target;   // project: row of out for each row, -1 for none
+  const i32* list;     // project
   i64 out_stride;      // elements
+  i32 listed, share, most_listed;
+  i32 row_stride;      // listed: of activations, in 16 bytes
+  i32 expert_places;   // in place: of each expert; 0: places are those of all
   i32 total_rows;      // of the blocked buffers
   i32 blocks;          // of the input columns, rounded up
   i32 columns;         // K, or I
@@ -75,7 +102,10 @@ struct Gemm {
 // What the consumers of a tile want to know at its end, from the producers.
 struct List {
   int4 tile;
-  i32 target[TOKENS];
+  i32 target[TOKENS];  // row of the output, -1 for none
+#if MXK_ROWS == LISTED
+  u32 source[TOKENS];  // row of the activations: where, in 16 bytes
+#endif
 };
 
 using Sums = float[UNITS][TOKENS / 2];        // of a lane: its units, fragments of D
@@ -99,8 +129,10 @@ struct RegisterSums {
 };
 
 // Scales of one block of a lane's weight rows: its units, and rows g and g + 8 (gate and up) of a fragment.
+// In their natural order, a lane's columns of a block are of two groups of 32.
+constexpr int SCALE_PARTS = NATURAL && GROUP_LOG == 5 ? 2 : 1;
 struct Scales {
-  Scale of[UNITS][2];
+  Scale of[SCALE_PARTS][UNITS][2];
 };
 
 struct ScaleRows {  // where the lane reads those that are not staged
@@ -111,13 +143,16 @@ struct ScaleRows {  // where the lane reads those that are not staged
 
   __device__ __forceinline__ void load(Scales& scales, int block, int quarter) const {
     if constexpr (STAGED) return;
-    const int column = BLOCK * block + 16 * quarter;
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
+    for (int part = 0; part < SCALE_PARTS; ++part) {
+      const int column = BLOCK * block + (NATURAL ? 32 * part : 16 * quarter);
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        scales.of[u][half] = load_scale(first[half] + u * unit, zeros[half] + u * zero_unit,
-                                        GROUP_LOG == 31 ? 0 : column >> GROUP_LOG, column < columns[u]);
+      for (int u = 0; u < UNITS; ++u) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          scales.of[part][u][half] = load_scale(first[half] + u * unit, zeros[half] + u * zero_unit,
+                                                GROUP_LOG == 31 ? 0 : column >> GROUP_LOG, column < columns[u]);
+      }
     }
   }
 };
@@ -141,14 +176,32 @@ struct Ring {
 // A stage's pieces of a row, one a block, are turned so that eight rows at once hit no bank twice.
 __device__ __forceinline__ u32 turn_of(int slot) { return SPAN == 4 ? slot % 4 : slot / 2 % 2; }
 
-// Where a lane reads in a stage.
+// Where a lane reads in a stage, and what of it is the lane's.
 struct Lane {
-  u32 weights, scales, selector;
+  u32 weights, scales, of_quarter;
   __device__ __forceinline__ Lane(int slot, int quarter) {
-    weights = WEIGHTS + slot * SPAN_BYTES + turn_of(slot) * PACKED_BYTES + 8 * quarter;
+    weights = WEIGHTS + slot * SPAN_BYTES + turn_of(slot) * PACKED_BYTES + (NATURAL ? 0 : 8 * quarter);
     scales = SCALES + slot * ROW_SCALES;
-    selector = quarter < 2 ? IS_MXFP4 ? 0x4440 : 0x1010 : IS_MXFP4 ? 0x4441 : 0x3232;
-    asm volatile("" : "+r"(weights), "+r"(scales), "+r"(selector));  // else the compiler computes them anew each time
+    of_quarter = NATURAL ? quarter | (4 + quarter) << 4 : selector_of(quarter / 2);
+    asm volatile("" : "+r"(weights), "+r"(scales), "+r"(of_quarter));  // else the compiler computes them anew each time
+  }
+  static constexpr __device__ u32 selector_of(int group) {
+    return group == 0 ? IS_MXFP4 ? 0x4440 : 0x1010 : IS_MXFP4 ? 0x4441 : 0x3232;
+  }
+  // For __byte_perm, of the scales of a block's two groups.
+  __device__ __forceinline__ u32 selector(int part) const { return NATURAL ? selector_of(part) : of_quarter; }
+  // The lane's 16 codes of a block: a quarter of a row's, or byte `quarter` of each word.
+  __device__ __forceinline__ void load(u32 (&codes)[2], u32 address) const {
+    if constexpr (NATURAL) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 words = load_shared_16(address + 16 * i);
+        codes[i] = __byte_perm(__byte_perm(words.x, words.y, of_quarter), __byte_perm(words.z, words.w, of_quarter), 0x5410);
+      }
+    } else {
+      const uint2 words = load_shared_8(address);
+      codes[0] = words.x, codes[1] = words.y;
+    }
   }
 };
 

@@ -13,13 +13,21 @@ from torch import Tensor
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
+from mxk_compile.kernels.cuda.maps import MAP_BYTES
 from mxk_compile.kernels.cuda.operands import OPERAND, Call, Format, Operand, activation
 from mxk_compile.kernels.cuda.tiles import MOST_SIZES
 from mxk_compile.kernels.desc import MoEDesc
 
 # struct Gemm of prefill.cuh, struct Routing of routing.cu.
-GEMM = struct.Struct(f"={OPERAND * 4}5Qq10i2f2i")
+GEMM = struct.Struct(f"={OPERAND * 4}5Qq15i2f2i4x")
 GEMM_CHANGING = ((struct.calcsize(f"={OPERAND * 4}"), struct.Struct("=5Q")),)
+MAPPED_GEMM = struct.Struct(f"={MAP_BYTES}s{GEMM.size}s")
+_MAPPED_CHANGING = (
+    (0, struct.Struct(f"={MAP_BYTES}s")),
+    *((MAP_BYTES + at, part) for at, part in GEMM_CHANGING),
+)
+BLOCKED, LISTED, IN_PLACE = range(3)  # of activations: MXK_ROWS of prefill.cuh
+ALL, ROUTES, MARKED = range(3)  # enum Listed there
 ROUTING = struct.Struct("=10Q6q16i")
 ROUTING_CHANGING = ((0, struct.Struct("=10Q")),)
 BLOCK, ROW_BYTES = 64, 128  # columns of a block of activations, and its bytes a row
@@ -32,19 +40,25 @@ _CHUNK_TOKENS = 16384
 
 
 @functools.cache
-def library(tokens: int, weight: Format, scales_small: bool, project: bool, device: Device) -> Library:
+def library(
+    tokens: int, weight: Format, scales_small: bool, project: bool, device: Device, rows: int = BLOCKED
+) -> Library:
     """prefill.cu for tiles of at most `tokens` rows: its products of a layer, or the one that stands by itself."""
     macros = {"MXK_TOKENS": tokens, "MXK_PROJECT": int(project), "MXK_SCALES_SMALL": int(scales_small)}
+    macros |= {"MXK_ROWS": rows} if rows else {}
     return Library(build("prefill.cu", {**macros, **weight.macros}, device))
 
 
 @functools.cache
-def product(name: str, tokens: int, weight: Format, scales_small: bool, device: Device) -> tuple[Kernel, int]:
+def product(
+    name: str, tokens: int, weight: Format, scales_small: bool, device: Device, rows: int = BLOCKED
+) -> tuple[Kernel, int]:
     """Kernel `name` of prefill.cu, and how many of its blocks a multiprocessor holds."""
-    module = library(tokens, weight, scales_small, name == "prefill_project", device)
+    module = library(tokens, weight, scales_small, name == "prefill_project", device, rows)
     shared = module.constant("prefill_shared")
+    layout = (MAPPED_GEMM, _MAPPED_CHANGING) if rows == IN_PLACE else (GEMM, GEMM_CHANGING)
     threads = module.constant("prefill_threads")
-    kernel = Kernel(module.kernel(name), GEMM, GEMM_CHANGING, threads, shared, overlap=True)
+    kernel = Kernel(module.kernel(name), *layout, threads, shared, overlap=True)
     return kernel, module.constant("prefill_blocks")
 
 
@@ -132,7 +146,7 @@ class _Part:
         ) -> bytes:
             return GEMM.pack(
                 *(field for part in parts for field in part.fields),
-                *(0, 0, 0, 0, 0, 0, space.total_rows, -(-inputs // BLOCK), inputs, outputs, *rows),
+                *(*(0,) * 11, space.total_rows, -(-inputs // BLOCK), inputs, outputs, *rows),
                 *(parts[3].dtype, kind, call.alpha, call.limit, chained, 0),
             )
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "prefill.cuh"
 
-// Activations of a tile, by one thread.
+// Activations of a tile in blocks, or in place, by one thread.
 __device__ __forceinline__ void feed_tokens(const Gemm& p, const int4& tile, Ring ring) {
   const u8* from = p.rows + static_cast<i64>(tile.y) * BLOCK_BYTES;
   const i64 step = static_cast<i64>(p.total_rows) * BLOCK_BYTES;
@@ -10,27 +10,82 @@ __device__ __forceinline__ void feed_tokens(const Gemm& p, const int4& tile, Rin
     const int count = min(SPAN, p.blocks - block);
     barrier_wait(ring.emptied(), ring.parity);
     barrier_arrive_expect(ring.filled(), count * TOKEN_BYTES);
-    for (int i = 0; i < count; ++i, from += step)
-      bulk_copy(ring.here() + i * TOKEN_BYTES, from, TOKEN_BYTES, ring.filled());
+    for (int i = 0; i < count; ++i, from += step) {
+      const u32 target = ring.here() + i * TOKEN_BYTES;
+#if MXK_ROWS == IN_PLACE
+      tensor_copy(target, p.map.bytes, BLOCK * (block + i), tile.y - tile.x * p.expert_places, p.expert_places ? tile.x : 0,
+                  ring.filled());
+#else
+      bulk_copy(target, from, TOKEN_BYTES, ring.filled());
+#endif
+    }
     ring.next();
   }
 }
 
-// Targets of a tile's rows, by a warp, which asks for them a tile ahead.
-struct Targets {
-  static constexpr int EACH = (TOKENS + 31) / 32;
+// What a projection's list says of a tile's places, by TOKEN_WARPS warps, which ask for it a tile ahead.
+struct Places {
+  static constexpr int STEP = 4 * TOKEN_WARPS, EACH = (TOKENS / TOKEN_WARPS + 31) / 32;
   i32 of[EACH];
 
-  __device__ __forceinline__ void load(const Gemm& p, const int4& tile, int lane) {
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) of[i] = 32 * i + lane < tile.z ? p.target[tile.y + 32 * i + lane] : -1;
+  // The lane's `i`th place: a warp takes four of a STEP.
+  static __device__ __forceinline__ int place(int i, int warp, int lane) {
+    return (8 * i + lane / 4) * STEP + 4 * warp + lane % 4;
   }
-  __device__ __forceinline__ void store(List& list, int lane) const {
+  __device__ __forceinline__ void look_up(const Gemm& p, const int4& tile, int warp, int lane) {
 #pragma unroll
-    for (int i = 0; i < EACH; ++i)
-      if (32 * i + lane < TOKENS) list.target[32 * i + lane] = of[i];
+    for (int i = 0; i < EACH; ++i) {
+      const int at = place(i, warp, lane);
+      of[i] = at >= tile.w ? -1 : p.listed == ALL ? tile.y + at : p.list[tile.y + at];
+    }
+  }
+  __device__ __forceinline__ void store(const Gemm& p, const int4& tile, List& list, int warp, int lane) const {
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int at = place(i, warp, lane);
+      if (at >= TOKENS) continue;
+      const bool somebody = of[i] >= 0 && (p.listed == ALL || of[i] < p.most_listed);
+      list.target[at] = !somebody ? -1 : p.listed == MARKED ? tile.y + at : of[i];
+#if MXK_ROWS == LISTED
+      const u32 row = p.share > 1 ? of[i] / p.share : of[i];
+      list.source[at] = somebody ? row * p.row_stride : 0;  // nobody's row is any row: its products go nowhere
+#endif
+    }
   }
 };
+
+#if MXK_ROWS == LISTED
+// Rows of activations of a tile, by TOKEN_WARPS warps: eight lanes a row, 16 bytes each.
+__device__ __forceinline__ void feed_rows(const Gemm& p, const int4& tile, const List& list, int warp, int lane, Ring ring) {
+  constexpr int STEP = Places::STEP, AT_ONCE = 4;
+  const int chunk = lane % 8, first = 4 * warp + lane / 8;
+  const u8* from = p.rows + 16 * chunk;
+  int columns = p.columns - 8 * chunk;
+  for (int block = 0; block < p.blocks; block += SPAN) {
+    barrier_wait(ring.emptied(), ring.parity);
+    const u32 here = ring.here() + first * BLOCK_BYTES;
+#pragma unroll
+    for (int base = 0; base < TOKENS; base += AT_ONCE * STEP) {
+      if (base >= tile.z) break;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int at = base + STEP * i;
+        if (at >= TOKENS) continue;
+        const u8* row = from + static_cast<u64>(list.source[at + first]) * 16;
+        const u32 target = here + at * BLOCK_BYTES + (chunk ^ (at + first) % 8) * 16;
+#pragma unroll
+        for (int j = 0; j < SPAN; ++j)
+          copy_16(target + j * TOKEN_BYTES, row + j * BLOCK_BYTES, BLOCK * j < columns ? 16 : 0);
+      }
+    }
+    barrier_arrive_after_copies(ring.filled());
+    if (lane == 0) barrier_arrive(ring.filled());  // for what the warp has said in `list`
+    from += SPAN * BLOCK_BYTES;
+    columns -= SPAN * BLOCK;
+    ring.next();
+  }
+}
+#endif
 
 // Packed rows of a tile, by COPIERS threads: 2 * SPAN of them copy what a stage has of a row.
 template <Product PRODUCT>

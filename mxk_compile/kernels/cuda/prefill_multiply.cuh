@@ -35,13 +35,13 @@ struct StagedScales {
   }
 };
 
-using Words = uint2[UNITS][2];  // of a block of a lane's rows
+using Words = u32[UNITS][2][2];  // of a block of a lane's rows
 
-__device__ __forceinline__ void load_words(Words& words, u32 at) {
+__device__ __forceinline__ void load_words(Words& words, const Lane& lane, u32 at) {
 #pragma unroll
   for (int unit = 0; unit < UNITS; ++unit) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) words[unit][half] = load_shared_8(at + (2 * unit + half) * 32 * SPAN_BYTES);
+    for (int half = 0; half < 2; ++half) lane.load(words[unit][half], at + (2 * unit + half) * 32 * SPAN_BYTES);
   }
 }
 
@@ -52,17 +52,21 @@ __device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fr
                                                const Lane& lane, u32 used, bool leader, const Constants& constants) {
   // With few rows there are registers for the next block's words, asked for before this one's are unpacked.
   constexpr bool EARLY = UNITS == 1;
-  if constexpr (!EARLY && BLOCK_OF_STAGE > 0) load_words(loaded[BLOCK_OF_STAGE % 2], at ^ (BLOCK_OF_STAGE * PACKED_BYTES));
+  if constexpr (!EARLY && BLOCK_OF_STAGE > 0) load_words(loaded[BLOCK_OF_STAGE % 2], lane, at ^ (BLOCK_OF_STAGE * PACKED_BYTES));
   const Words& words = loaded[BLOCK_OF_STAGE % 2];
   if constexpr (EARLY && BLOCK_OF_STAGE + 1 < SPAN)
-    load_words(loaded[(BLOCK_OF_STAGE + 1) % 2], at ^ ((BLOCK_OF_STAGE + 1) * PACKED_BYTES));
-  Scale ready[UNITS][2];
+    load_words(loaded[(BLOCK_OF_STAGE + 1) % 2], lane, at ^ ((BLOCK_OF_STAGE + 1) * PACKED_BYTES));
+  Scale ready[SCALE_PARTS][UNITS][2];
 #pragma unroll
-  for (int unit = 0; unit < UNITS; ++unit) {
+  for (int part = 0; part < SCALE_PARTS; ++part) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if constexpr (STAGED) ready[unit][half] = staged.ready(unit, half, BLOCK_OF_STAGE, lane.selector);
-      else ready[unit][half] = make_ready(scales.of[unit][half]);
+    for (int unit = 0; unit < UNITS; ++unit) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Scale& scale = ready[part][unit][half];
+        if constexpr (STAGED) scale = staged.ready(unit, half, BLOCK_OF_STAGE, lane.selector(part));
+        else scale = make_ready(scales.of[part][unit][half]);
+      }
     }
   }
 #pragma unroll
@@ -76,10 +80,11 @@ __device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fr
       for (int unit = 0; unit < UNITS; ++unit) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const u32 word = step < 2 ? words[unit][half].x : words[unit][half].y;
-          const Scale& scale = ready[unit][half];
-          group[i][unit][half] = step & 1 ? unpack<2>(word, scale, constants) : unpack<0>(word, scale, constants);
-          group[i][unit][half + 2] = step & 1 ? unpack<3>(word, scale, constants) : unpack<1>(word, scale, constants);
+          const u32 word = words[unit][half][step / 2];
+          const Scale& scale = ready[step / 2 * (SCALE_PARTS - 1)][unit][half];
+          u32(&a)[4] = group[i][unit];
+          a[half] = step & 1 ? unpack<2, NATURAL>(word, scale, constants) : unpack<0, NATURAL>(word, scale, constants);
+          a[half + 2] = step & 1 ? unpack<3, NATURAL>(word, scale, constants) : unpack<1, NATURAL>(word, scale, constants);
         }
       }
     }
@@ -102,9 +107,10 @@ __device__ __forceinline__ void multiply(Products& products, Sums& sum, const Ge
   const auto multiply_stage = [&](int block, int count) {
     const u32 stage = ring.here(), at = stage + lane.weights;
     barrier_wait(ring.filled(), ring.parity);
+    if constexpr (MXK_ROWS == LISTED) copies_to_products_fence();
     const auto operand = Products::operand(stage);
     Words loaded[2];
-    load_words(loaded[0], at);
+    load_words(loaded[0], lane, at);
     staged.load(stage + lane.scales);
     multiply_block<0>(products, sum, fragment, scales[0], staged, loaded, operand, at, lane, used, leader, constants);
     rows.load(scales[0], block + 2, quarter);

@@ -23,7 +23,7 @@ struct Routing {
   i32* row_of_route;    // -1: not here
   int4* tiles;          // [sizes][most_tiles]
   i32* num_tiles;       // [sizes]
-  i32* target;          // route of each row, -1 for none; null where nobody asks
+  i32* target;          // route of each row that has one; null where nobody asks
   i64 ids_stride[2], weights_stride[2];  // elements
   i64 x_stride;                          // elements
   i64 experts_min;
@@ -70,18 +70,17 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) prefill_sort(const __
   }
   __syncthreads();
   const int count = counts[threadIdx.x];
-  const int padded = (count + ROW_STEP - 1) / ROW_STEP * ROW_STEP;
-  const int first = exclusive_sum(padded, of_warps);
-  if (count > 0) make_tiles(p.tiles, lists, p.sizes, p.most_tiles, threadIdx.x, first, padded);
-  if (p.target != nullptr)
-    for (int row = first + count; row < first + padded; ++row) p.target[row] = -1;
+  const int first = exclusive_sum((count + ROW_STEP - 1) / ROW_STEP * ROW_STEP, of_warps);
+  if (count > 0) make_tiles(p.tiles, lists, p.sizes, p.most_tiles, threadIdx.x, first, count);
   counts[threadIdx.x] = first;  // from here on the next free row
   __syncthreads();
   if (threadIdx.x < MOST_SIZES) p.num_tiles[threadIdx.x] = lists[threadIdx.x];
 #pragma unroll 4
   for (int route = threadIdx.x; route < routes; route += SORT_THREADS) {
     const int expert = local_expert(p, route);
-    p.row_of_route[route] = expert >= 0 ? atomicAdd(&counts[expert], 1) : -1;
+    const int row = expert >= 0 ? atomicAdd(&counts[expert], 1) : -1;
+    p.row_of_route[route] = row;
+    if (row >= 0 && p.target != nullptr) p.target[row] = route;
   }
   let_later_kernels_start();
 }
@@ -95,7 +94,6 @@ extern "C" __global__ void __launch_bounds__(32 * GATHER_WARPS) prefill_gather(c
   if (route >= p.tokens * p.top_k) return;
   const int row = p.row_of_route[route];
   if (row < 0) return;
-  if (p.target != nullptr && threadIdx.x % 32 == 0) p.target[row] = route;
   const u16* x = reinterpret_cast<const u16*>(p.x) + static_cast<i64>(route / p.routes_a_row) * p.x_stride;
   copy_row(x, p.x_aligned, p.hidden, p.rows, p.total_rows, row, work % segments, exchange[warp]);
 }

@@ -24,20 +24,23 @@ __device__ __forceinline__ int exclusive_sum(int value, int* of_warps) {
   return before + sum - value;
 }
 
-// Divides an expert's rows, from `first` on, evenly over as few tiles as the largest size allows, each of the smallest
+// Divides an expert's `rows`, from `first` on, evenly over as few tiles as the largest size allows, each of the smallest
 // size that holds it; a kernel of prefill.cu runs each size's list. (Whole tiles and a small one for the rest were slower.)
 __device__ __forceinline__ void make_tiles(int4* tiles, int* lists, const i32 (&sizes)[MOST_SIZES], int most_tiles,
-                                           int expert, int first, int padded) {
+                                           int expert, int first, int rows) {
   int most = sizes[0];
 #pragma unroll
   for (int i = 1; i < MOST_SIZES; ++i) most = sizes[i] ? sizes[i] : most;
-  const int count = (padded + most - 1) / most;
-  const int step = ((padded + count - 1) / count + ROW_STEP - 1) / ROW_STEP * ROW_STEP;
+  const int count = (rows + most - 1) / most;
+  const int step = ((rows + count - 1) / count + ROW_STEP - 1) / ROW_STEP * ROW_STEP;
   int size = 0;
   while (sizes[size] < step) ++size;
   const int at = atomicAdd(&lists[size], count);
-  for (int i = 0; i < count; ++i)
-    tiles[size * most_tiles + at + i] = make_int4(expert, first + i * step, min(step, padded - i * step), 0);
+  for (int i = 0; i < count; ++i) {
+    const int here = min(step, rows - i * step);
+    tiles[size * most_tiles + at + i] =
+        make_int4(expert, first + i * step, (here + ROW_STEP - 1) / ROW_STEP * ROW_STEP, here);
+  }
 }
 
 // A warp copies SEGMENT columns of a row of x: all loads first, so that few rows are not a chain of latencies. Eight lanes

@@ -187,7 +187,7 @@ _SHORT_DOWN_ROW = 1024  # values of a row of w2
 _SHORT_DOWN_ROWS = 4  # glm at 4: 283 us, by prefill 290; at 8: 386, 289
 _CHUNK, _SHORT_CHUNKS = 32, (16, 8)  # MXK_CHUNK's default, and for devices with less shared memory
 _MOST_HIDDEN = 15360  # the decode kernel counts output columns
-_CLEARLY = 0.95  # of the one's time the other's, whose costs are of one shape, to be taken on any
+_CLEARLY = 0.97  # of the one's time the other's, whose costs are of one shape, to be taken on any
 _MOST_ROUTES = 65535  # rows of a projection, which its lists number in 16 bits
 
 

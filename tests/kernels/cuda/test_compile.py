@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"NVRTC: {bu
         ("prefill.cu", {"MXK_TOKENS": 16}),
         ("prefill.cu", {"MXK_TOKENS": 128, "MXK_FORMAT": 1, "MXK_SCALES": 2, "MXK_ZEROS": 1}),
         ("prefill.cu", {"MXK_TOKENS": 176, "MXK_FORMAT": 2, "MXK_GROUP_LOG": 31, "MXK_PROJECT": 1}),
+        ("prefill.cu", {"MXK_TOKENS": 176, "MXK_FORMAT": 1, "MXK_PROJECT": 1, "MXK_ROWS": 1}),
+        ("prefill.cu", {"MXK_TOKENS": 128, "MXK_ZEROS": 1, "MXK_FORMAT": 1, "MXK_PROJECT": 1, "MXK_ROWS": 2}),
         ("moe_decode.cu", {}),
     ],
 )

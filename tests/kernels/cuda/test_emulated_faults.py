@@ -83,12 +83,10 @@ FAULTS = {
     "routes unsorted": Fault("decode_routes.cuh", "  __syncthreads();\n  return {", "  return {", slow=True),
     "swizzle": Fault("rows.cuh", "(c ^ (row & 7)) * 16", "c * 16", schedule=PREFILL),
     "exchange": Fault("rows.cuh", "__syncwarp();\n    // Chunk", "// Chunk", schedule=PREFILL, slow=True),
-    "stage released": Fault("prefill_wgmma.cuh", "wgmma_wait<1>();", "wgmma_wait<2>();", schedule=PREFILL),
-    "rows of the operand": Fault(
-        "prefill_wgmma.cuh", "(1024 >> 4) << 32", "(512 >> 4) << 32", schedule=PREFILL, slow=True
-    ),
+    "stage released": Fault("prefill_wgmma.cuh", "wgmma_wait<1>();", "wgmma_wait<4>();", schedule=PREFILL),
+    "rows of the operand": Fault("wgmma.cuh", "1024 >> 4", "512 >> 4", schedule=PREFILL, slow=True),
     "half a fragment": Fault(
-        "prefill_multiply.cuh", "group[i][unit][half + 2] =", "group[i][unit][3 - half] =", schedule=PREFILL, slow=True
+        "prefill_multiply.cuh", "a[half + 2] =", "a[3 - half] =", schedule=PREFILL, slow=True
     ),
     "arrival before copies": Fault(
         "prefill_feed.cuh", "barrier_arrive_after_copies(ring.filled());", "barrier_arrive(ring.filled());",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import shutil
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from kernels.cuda import emulator
 from projection_calls import random_weight
 from torch import Tensor
 
-from mxk_compile.kernels.cuda import dequant, grouped
+from mxk_compile.kernels.cuda import build, dequant, grouped
 from mxk_compile.ops.formats import mxfp4
 from mxk_compile.ops.project import experts_of_rows, reference
 from mxk_compile.projections import align
@@ -27,7 +30,18 @@ project = functools.partial(grouped.project, lambda *_, **__: None)
 def check(
     overload: str, x: Tensor, routing: tuple[Tensor, ...], weight: Any, num_rows: int, **attributes: Any
 ) -> None:
-    """Compares with the reference, and with another order; rows that are routed nowhere keep what they held."""
+    """Compares with the reference, and with another order; rows that are routed nowhere keep what they held.
+
+    Once with rows of x where they lie, and once gathered: `tiles.rows_stay` says neither.
+    """
+    for stay in (True, False):
+        with mock.patch.object(grouped, "rows_stay", return_value=stay):
+            check_feed(overload, x, routing, weight, num_rows, **attributes)
+
+
+def check_feed(
+    overload: str, x: Tensor, routing: tuple[Tensor, ...], weight: Any, num_rows: int, **attributes: Any
+) -> None:
     shape = (num_rows, weight[0].shape[1])
     expected = torch.full(shape, UNWRITTEN)
     reference(overload, expected, x, *routing, *weight, **attributes)
@@ -109,6 +123,42 @@ def test_masked(max_m: int, expected_m: int) -> None:
     x = torch.randn(5, max_m, 256).bfloat16()
     weight = random_weight(5, 264, 256, "uint4")
     check("masked", x, (masked_m,), weight, 5 * max_m, weight_format="uint4", expected_m=expected_m)
+
+
+FAULTS = {
+    "no proxy fence": (
+        "prefill_multiply.cuh",
+        "if constexpr (MXK_ROWS == LISTED) copies_to_products_fence();",
+        "",
+    ),
+    "swizzle": ("prefill_feed.cuh", "(chunk ^ (at + first) % 8) * 16", "chunk * 16"),
+    "row": ("prefill_feed.cuh", "p.share > 1 ? of[i] / p.share : of[i]", "of[i]"),
+    "scales of the other group": ("prefill.cuh", "NATURAL ? selector_of(part)", "NATURAL ? selector_of(0)"),
+    "byte of another lane": ("prefill.cuh", "quarter | (4 + quarter) << 4", "quarter | (5 - quarter) << 4"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_emulator_sees_faults_of_rows_that_stay(name: str, tmp_path: Path) -> None:
+    file, old, new = FAULTS[name]
+    sources = tmp_path / "sources"
+    shutil.copytree(build.SOURCES, sources, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    text = (sources / file).read_text()
+    assert text.count(old) == 1, "say the fault anew"
+    (sources / file).write_text(text.replace(old, new))
+    x, ids = torch.randn(13, 256).bfloat16(), torch.randint(0, 5, (13, 2), dtype=torch.int32)
+    weight, attributes = random_weight(5, 100, 256, "mxfp4"), {"weight_format": "mxfp4", "top_k": 2}
+    out, expected = torch.zeros(26, 100, dtype=torch.bfloat16), torch.zeros(26, 100)
+    reference("routes", expected, x, ids, *weight, **attributes)
+    with (
+        mock.patch.object(grouped, "rows_stay", return_value=True),
+        emulator.use(sources, processors=2, seed=1),
+    ):
+        try:
+            project("routes", out, x, ids, *weight, **attributes)
+        except emulator.EmulatorError:
+            return
+    assert not rel_l2(out, expected) <= MOST_ERROR, "nothing is seen"
 
 
 def test_dequantized_bits() -> None:

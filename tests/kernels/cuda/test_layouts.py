@@ -27,19 +27,27 @@ def test_every_source_is_here() -> None:
     assert sorted(LAYOUTS) == sorted(path.name for path in build.SOURCES.glob("*.cu"))
 
 
+def argument_sizes(name: str, macros: dict[str, int], alignment: int) -> set[int]:
+    """Of the kernels of a source, as compiled."""
+    before = -(-BEFORE_ARGUMENTS // alignment) * alignment
+    code = build.compile_nvrtc(name, build.options_for(HOPPER, macros))
+    return {
+        len(content) - before
+        for section, content in sections(code).items()
+        if section.startswith(".nv.constant0.")
+    }
+
+
 @pytest.mark.skipif(build.missing() is not None, reason=f"NVRTC: {build.missing()}")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_compiled_arguments_have_the_size_that_is_packed(name: str) -> None:
-    layout: struct.Struct = LAYOUTS[name]
-    alignment = ALIGNMENT.get(name, 8)
-    before = -(-BEFORE_ARGUMENTS // alignment) * alignment
-    banks = {
-        section.removeprefix(".nv.constant0."): len(content) - before
-        for section, content in sections(build.compile_nvrtc(name, build.options_for(HOPPER, {}))).items()
-        if section.startswith(".nv.constant0.")
-    }
-    assert banks
-    assert set(banks.values()) == {layout.size}, banks
+    assert argument_sizes(name, {}, ALIGNMENT.get(name, 8)) == {LAYOUTS[name].size}
+
+
+@pytest.mark.skipif(build.missing() is not None, reason=f"NVRTC: {build.missing()}")
+def test_rows_in_place_have_their_map_ahead_of_the_argument() -> None:
+    macros = {"MXK_PROJECT": 1, "MXK_ROWS": prefill.IN_PLACE}
+    assert argument_sizes("prefill.cu", macros, 64) == {prefill.MAPPED_GEMM.size}
 
 
 @pytest.mark.skipif(emulator.missing() is not None, reason=f"emulator: {emulator.missing()}")

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, tile_sizes
+from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, rows_stay, tile_sizes
 
 
 @pytest.mark.parametrize("rows", [0.01, 1, 8, 31, 32, 64, 100, 127, 128, 129, 200, 512, 1000, 100000])
@@ -28,3 +28,20 @@ def test_more_rows_never_want_smaller_tiles_by_much() -> None:
     assert all(more >= fewer for fewer, more in itertools.pairwise(largest))
     assert largest[0] == 16
     assert largest[-1] == 176
+
+
+@pytest.mark.parametrize(
+    ("outputs", "size", "ordered", "stay"),
+    [
+        (4096, 128, True, True),
+        (7168, 176, True, False),
+        (4096, 64, True, False),
+        (512, 64, True, False),
+        (512, 96, False, True),
+        (4096, 176, False, False),
+    ],
+)
+def test_rows_stay_where_outputs_are_few_or_rows_many(
+    outputs: int, size: int, ordered: bool, stay: bool
+) -> None:
+    assert rows_stay(outputs, size, ordered) == stay

@@ -26,6 +26,7 @@ void run_copies(Block& block, u32 thread, const std::vector<Copy>& copies) {
     memset(target, 0, copy.bytes);
     memcpy(target, copy.source, copy.valid);
     for (u32 i = 0; i < copy.bytes; ++i) block.writers[copy.target - SHARED_BASE + i] = static_cast<u16>(1 + thread);
+    block.copied.push_back({copy.target - SHARED_BASE, copy.bytes});
   }
 }
 

@@ -75,6 +75,7 @@ struct Block {
   Barrier barriers[16];
   std::map<u32, Mbarrier> mbarriers;
   std::vector<u16> writers;  // of each byte, 1 + thread, until its fence
+  std::vector<std::pair<u32, u32>> copied;  // shared memory by cp.async since the last proxy fence of any thread
   u32 free_registers = 0;
   Fibers want_registers;
   bool grid_waited = false;

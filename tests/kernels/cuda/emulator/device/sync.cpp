@@ -33,6 +33,9 @@ void fence_proxy_async() {
     for (u32 i = at; i < at + bytes; ++i)
       if (fiber.owner->writers[i] == 1 + fiber.index) fiber.owner->writers[i] = 0;
   fiber.written.clear();
+  // Copies belong to no thread's order of things: who has seen them arrive may fence them.
+  for (const auto& [at, bytes] : fiber.owner->copied) memset(fiber.owner->writers.data() + at, 0, bytes * sizeof(u16));
+  fiber.owner->copied.clear();
 }
 
 u32 shared_address_of(const void* pointer) {
