@@ -26,7 +26,7 @@
 #define MXK_COLUMN_TILES 1  // rows of an expert taken at once, in fours
 #endif
 #ifndef MXK_CHUNK
-#define MXK_CHUNK (MXK_FORMAT ? 64 : 32)  // groups of 32 columns in a slot, about
+#define MXK_CHUNK (MXK_FORMAT ? 126 : 32)  // groups of 32 columns in a slot, about
 #endif
 #ifndef MXK_UNITS
 #define MXK_UNITS 1  // INT4: units of 16 rows in a slot
@@ -198,6 +198,7 @@ constexpr int AT_OFFSETS = AT_COUNTS + round_up(4 * E, 16);
 constexpr int AT_LISTS = AT_OFFSETS + round_up(4 * E, 16);
 constexpr int AT_ROUTER = AT_LISTS + 6 * 2 * MAX_ROUTES;  // fp32
 constexpr int AT_END = AT_ROUTER + 4 * MAX_ROUTES;
+constexpr int AT_COUNTS_OF = 0, COUNT_BYTES = 0;
 constexpr int SHARED = round_up(AT_END + 16, 128);
 static_assert(STAGES >= 2 && SHARED <= SHARED_LIMIT, "shared memory of a block");
 

@@ -130,6 +130,9 @@ __device__ __forceinline__ float plain_product(const Decode& p, const Source<P>&
   return sum;
 }
 
+// Four rows of an expert a step. INT4, which takes more rows at once, sums several side by side: one alone waits at every turn.
+constexpr int ABREAST = IS_MXFP4 ? 1 : NT % 4 == 0 ? 4 : NT % 3 == 0 ? 3 : 2;
+
 template <class P>
 __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& routes, const Walk<P>& walk, int unit, u32 sums,
                                             const float (&bias)[2]) {
@@ -137,61 +140,77 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
   const int expert = routes.expert[walk.block], first = routes.first[walk.block], count = routes.count[walk.block];
   const int output = (walk.first + unit) * P::UNIT_OUTPUTS + g;
 #pragma unroll 1
-  for (int n = 0; n < NT && 4 * n < count; ++n) {
-    const int column = 4 * n + q;
-    const bool here = column < count;
-    const int route = routes.at(first + (here ? column : 0));
-    float value[2] = {};
-    const int token = route / TOP_K;
-    const u32 part_at = P::PAIRS && routes.together ? token / 4 * 256 + (lane - q + token % 4) * 8 : n * 256 + lane * 8;
+  for (int base = 0; base < NT && 4 * base < count; base += ABREAST) {
+    float values[ABREAST][2] = {};
+    int of_row[ABREAST];
+    const auto column_of = [&](int n) { return 4 * (base + n) + q; };
 #pragma unroll
-    for (int share = 0; share < SHARES; ++share) {
-      const uint2 part = load_shared_8(sums + (share * TILE_UNITS + unit) * SUM + part_at);
-      value[0] += __uint_as_float(part.x), value[1] += __uint_as_float(part.y);
-    }
-    if (P::PAIRED && g >= 4) {  // as `slot_row` has it
-      const float low = value[0];
-      value[0] = value[1], value[1] = low;
-    }
-    // With small scales NaN is an activation's, and right.
-    const auto look = [](float v) {
-      const u32 magnitude = __float_as_uint(v) & 0x7FFFFFFFu;
-      return magnitude == 0x7F800000u || (!MXK_SCALES_SMALL && magnitude > 0x7F800000u);
+    for (int n = 0; n < ABREAST; ++n) of_row[n] = routes.at(first + (column_of(n) < count ? column_of(n) : 0));
+    // Where a row's sums are: as many tokens as columns, or positions in the list.
+    const auto sums_of = [&](int n) {
+      const int token = of_row[n] / TOP_K;
+      return P::PAIRS && routes.together ? token / 4 * 256 + (lane - q + token % 4) * 8 : (base + n) * 256 + lane * 8;
     };
-    for (u32 left = __ballot_sync(~0u, here && (look(value[0]) || look(value[1]))); left != 0; left &= left - 1) {
-      const int of = __ffs(left) - 1;
-      const Source<P> from(p, expert);
-      for (int half = 0; half < 2; ++half) {
-        const i64 row = from.row(walk.first + unit, of >> 2, half);
-        const float plain = plain_product<P>(p, from, row, half, __shfl_sync(~0u, route, of));
-        if (lane == of) value[half] = plain;
-      }
-    }
-    if (!here) continue;
-    value[0] += bias[0], value[1] += bias[1];
-    if constexpr (P::PAIRS) {
-      const float activated = activate(value[0], value[1], p.activation, p.alpha, p.limit);
-      reinterpret_cast<u16*>(p.h)[static_cast<i64>(route) * I + output] = static_cast<u16>(pack_bf16x2(activated, 0.0f));
-    } else {
-      const float weight = PROJECT ? 1.0f : routes.weight[route];
-      const i64 to = static_cast<i64>(route) * (PROJECT ? p.out_stride : K) + output;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if constexpr (MXK_PER_ROUTE || PROJECT) {
-          reinterpret_cast<u16*>(p.out)[to + 8 * half] = static_cast<u16>(pack_bf16x2(value[half] * weight, 0.0f));
-        } else {
-          reinterpret_cast<float*>(p.y)[to + 8 * half] = value[half] * weight;
+    for (int share = 0; share < SHARES; ++share)
+#pragma unroll
+      for (int n = 0; n < ABREAST; ++n) {
+        const uint2 part = load_shared_8(sums + (share * TILE_UNITS + unit) * SUM + sums_of(n));
+        values[n][0] += __uint_as_float(part.x), values[n][1] += __uint_as_float(part.y);
+      }
+#pragma unroll
+    for (int n = 0; n < ABREAST; ++n) {
+      const bool here = column_of(n) < count;
+      const int route = of_row[n];
+      float (&value)[2] = values[n];
+      if (P::PAIRED && g >= 4) {  // as `slot_row` has it
+        const float low = value[0];
+        value[0] = value[1], value[1] = low;
+      }
+      // With small scales NaN is an activation's, and right.
+      const auto look = [](float v) {
+        const u32 magnitude = __float_as_uint(v) & 0x7FFFFFFFu;
+        return magnitude == 0x7F800000u || (!MXK_SCALES_SMALL && magnitude > 0x7F800000u);
+      };
+      for (u32 left = __ballot_sync(~0u, here && (look(value[0]) || look(value[1]))); left != 0; left &= left - 1) {
+        const int of = __ffs(left) - 1;
+        const Source<P> from(p, expert);
+        for (int half = 0; half < 2; ++half) {
+          const i64 row = from.row(walk.first + unit, of >> 2, half);
+          const float plain = plain_product<P>(p, from, row, half, __shfl_sync(~0u, route, of));
+          if (lane == of) value[half] = plain;
+        }
+      }
+      if (!here) continue;
+      value[0] += bias[0], value[1] += bias[1];
+      if constexpr (P::PAIRS) {
+        const float activated = activate(value[0], value[1], p.activation, p.alpha, p.limit);
+        reinterpret_cast<u16*>(p.h)[static_cast<i64>(route) * I + output] = static_cast<u16>(pack_bf16x2(activated, 0.0f));
+      } else {
+        const float weight = PROJECT ? 1.0f : routes.weight[route];
+        const i64 to = static_cast<i64>(route) * (PROJECT ? p.out_stride : K) + output;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if constexpr (MXK_PER_ROUTE || PROJECT) {
+            reinterpret_cast<u16*>(p.out)[to + 8 * half] = static_cast<u16>(pack_bf16x2(value[half] * weight, 0.0f));
+          } else {
+            reinterpret_cast<float*>(p.y)[to + 8 * half] = value[half] * weight;
+          }
         }
       }
     }
   }
 }
 
-// The units of all tiles take turns: `warp` has every EPILOGUE-th.
+// The unit of a tile that is this warp's: every EPILOGUE-th of an expert.
+template <class P>
+__device__ __forceinline__ int unit_of(const Walk<P>& walk, int warp) {
+  return TILE_UNITS == EPILOGUE ? warp : (warp + EPILOGUE - walk.first % EPILOGUE) % EPILOGUE;
+}
+
 template <class P>
 __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, const RowsReady& ready, int warp, u32 shared, Turn& turn) {
   static_assert(TILE_UNITS <= EPILOGUE, "a warp has one unit of a tile at most");
-  constexpr int MORE = TILE_UNITS % EPILOGUE;
   Walk<P> walk(routes.blocks);
   Stored stored;
   bool more = walk.next();
@@ -203,14 +222,14 @@ __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& route
     part = end;
   };
   if (P::PAIRS) arrive(walk);
-  int unit = warp, next_unit;  // of the tile
+  int unit = unit_of<P>(walk, warp), next_unit;
   float bias[2];
   if (more) load_bias<P>(p, routes, walk, unit, bias);
   while (more) {
     Walk<P> ahead = walk;  // its biases, whose way from memory is long
     float next_bias[2];
     more = ahead.next();
-    next_unit = MORE == 0 ? unit : unit >= MORE ? unit - MORE : unit - MORE + EPILOGUE;
+    next_unit = unit_of<P>(ahead, warp);
     if (more) load_bias<P>(p, routes, ahead, next_unit, next_bias);
     barrier_wait(shared + AT_BARRIERS + AT_SUMS_FULL + 8 * turn.slot, turn.parity);
     const bool mine = unit < walk.count;

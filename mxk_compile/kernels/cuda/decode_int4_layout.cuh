@@ -11,7 +11,7 @@ constexpr int THREADS = (CONSUMERS + HELPERS) * 32;
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int HELPER_REGISTERS = 88;
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
-constexpr int CHUNK = MXK_CHUNK;
+constexpr int CHUNK = lesser(MXK_CHUNK, 126);  // a box has up to 256 elements a row, of 8 bytes at most
 constexpr int MOST_BOX = 1024;  // bytes of a row of a box of 32-bit elements
 
 // Work comes in units of 16 weight rows, a warp's part of a product; a tile is up to 4 of them, a warpgroup's.
@@ -23,10 +23,10 @@ struct Projection {
   static constexpr bool PAIRS = PAIRS_;
   static constexpr int UNIT_OUTPUTS = PAIRS ? 8 : 16, UNITS = OUTPUTS / UNIT_OUTPUTS;  // of an expert
   static constexpr int BYTES = COLUMNS / 2, GROUPS = COLUMNS / 32;
-  static constexpr int BATCH = lesser(GROUPS, 4), BATCHES = (GROUPS + BATCH - 1) / BATCH;
-  // A slot holds a chunk of a tile's columns, about CHUNK * 16 bytes a row.
+  // A slot holds a chunk of a tile's columns, about CHUNK * 16 bytes a row; a warp has STEPS groups of every chunk.
   static constexpr int CHUNKS = (GROUPS + CHUNK - 1) / CHUNK;
-  static constexpr int CHUNK_BATCHES = (BATCHES + CHUNKS - 1) / CHUNKS, CHUNK_GROUPS = CHUNK_BATCHES * BATCH;
+  static constexpr int STEPS = (GROUPS + CHUNKS * SHARES - 1) / (CHUNKS * SHARES), CHUNK_GROUPS = STEPS * SHARES;
+  static constexpr bool RAGGED = CHUNKS * CHUNK_GROUPS != GROUPS;
   // An odd multiple of 16: eight rows' words of four lanes lie in different banks.
   static constexpr int STRIDE = CHUNK_GROUPS * 16 + (CHUNK_GROUPS % 2 ? 0 : 16);
   static constexpr int WORD = STRIDE > MOST_BOX ? 8 : 4;  // bytes of a box's elements
@@ -60,8 +60,8 @@ struct Projection {
     return MXK_ALIGNED && !PADDED ? (static_cast<u32>(first_unit) * (SEPARATE ? 8 : UNIT) * SCALE_ROW) & 15 : 0;
   }
   __device__ static u32 zero_skew(int first_unit) { return (static_cast<u32>(first_unit) * (SEPARATE ? 8 : UNIT) * ROW_SCALES) & 15; }
-  // Activations of a column block: bf16, and a sum of each group.
-  static constexpr int DIGITS = round_up(BATCHES * BATCH * 272 * NT, 128);
+  // Of a column block: sums of the activations in a group.
+  static constexpr int DIGITS = round_up(CHUNKS * CHUNK_GROUPS * 16 * NT, 128);
 };
 // Of the down projection only where there are no others: a projection by itself.
 using GateUp = Projection<PROJECT ? 32 : K, true, PROJECT ? 8 : I>;
@@ -73,17 +73,21 @@ constexpr int DIGITS = greater(GateUp::DIGITS, Down::DIGITS);
 constexpr int SUM = NT * 256, SUM_SET = SHARES * TILE_UNITS * SUM;  // partial sums: of a unit; of a tile
 // Of column blocks expert, first row and rows; then of routes.
 constexpr int LIST_BYTES = (PROJECT == MASKED ? 3 : 6) * 2 * MAX_ROUTES, ROUTER_BYTES = PROJECT ? 0 : 4 * MAX_ROUTES;
-constexpr int LISTS = round_up(4 * E, 16) * 2 + LIST_BYTES + ROUTER_BYTES + 16;
+// Of each 32 routes a byte an expert, while they are sorted, if that is not much.
+constexpr int COUNTED = PROJECT == MASKED ? 0 : round_up(MAX_ROUTES, 32) / 32 * E, COUNT_BYTES = COUNTED <= 4096 ? round_up(COUNTED, 16) : 0;
+constexpr int LISTS = round_up(4 * E, 16) * 2 + LIST_BYTES + ROUTER_BYTES + COUNT_BYTES + 16;
 constexpr int BARRIERS = 256;
 // A ring of `stages` slots wants scales of the tile that is read and of those that the other slots belong to.
 constexpr int CHUNKS = PROJECT ? Down::CHUNKS : lesser(GateUp::CHUNKS, Down::CHUNKS);
 __host__ __device__ constexpr int scale_stages(int stages) { return 1 + (stages - 1 + CHUNKS - 1) / CHUNKS; }
 __host__ __device__ constexpr int ring_bytes(int stages) { return stages * SLOT + scale_stages(stages) * SCALES; }
 constexpr int FIXED = LISTS + BARRIERS + DIGITS + 128;
+constexpr int MOST_RING = 120 * 1024;  // more on its way only makes everybody wait longer, first of all for activations
 constexpr int FEWEST_STAGES = 3;  // a slot that is read, and two on their way
 constexpr int SUM_STAGES = 2 * SUM_SET + FIXED + ring_bytes(FEWEST_STAGES) > SHARED_LIMIT ? 1 : 2;
 __host__ __device__ constexpr int most_stages() {
   int stages = 6;
+  while (stages > FEWEST_STAGES && stages * SLOT > MOST_RING) --stages;
   while (stages > 2 && SUM_STAGES * SUM_SET + FIXED + ring_bytes(stages) > SHARED_LIMIT) --stages;
   return stages;
 }
@@ -97,7 +101,8 @@ constexpr int AT_COUNTS = AT_BARRIERS + BARRIERS;
 constexpr int AT_OFFSETS = AT_COUNTS + round_up(4 * E, 16);
 constexpr int AT_LISTS = AT_OFFSETS + round_up(4 * E, 16);
 constexpr int AT_ROUTER = AT_LISTS + LIST_BYTES;  // fp32
-constexpr int AT_END = AT_ROUTER + ROUTER_BYTES;
+constexpr int AT_COUNTS_OF = AT_ROUTER + ROUTER_BYTES;
+constexpr int AT_END = AT_COUNTS_OF + COUNT_BYTES;
 constexpr int SHARED = round_up(AT_END + 16, 128);
 static_assert(STAGES >= 2 && SHARED <= SHARED_LIMIT, "shared memory of a block");
 

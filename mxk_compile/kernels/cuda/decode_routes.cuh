@@ -16,6 +16,9 @@ __device__ __forceinline__ void store_shared_byte(u32 address, u32 value) {
 __device__ __forceinline__ void max_shared(u32 address, u32 value) {
   asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
+__device__ __forceinline__ void add_shared(u32 address, u32 value) {
+  asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
 template <int BARRIER, int THREADS_>
 __device__ __forceinline__ void team_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS_) : "memory");
@@ -100,7 +103,8 @@ __device__ __forceinline__ int sort_few(const Decode& p, int routes, u16* expert
 }
 
 // Every block sorts the routes for itself: its first warp counts, places and lists them, in route order. The first warp may
-// use the mbarriers afterwards; the others are not waited for where routes are few.
+// use the mbarriers afterwards; the others are not waited for where routes are few. INT4, whose calls have more: all
+// warps, 32 routes at a time, whose experts' counts a table keeps.
 __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
   int* counts = reinterpret_cast<int*>(shared + AT_COUNTS);
   int* offsets = reinterpret_cast<int*>(shared + AT_OFFSETS);
@@ -122,6 +126,12 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
     }
     return {expert, first, count, route, expert_of, weight, *blocks, few_tokens(p)};
   }
+  constexpr bool BY_ALL = COUNT_BYTES > 0;
+  u8* counts_of = shared + AT_COUNTS_OF;  // [32 routes][expert]
+  if (BY_ALL) {
+    for (int e = threadIdx.x; e < E; e += THREADS) counts[e] = 0;
+    for (int i = threadIdx.x; i < COUNT_BYTES / 4; i += THREADS) reinterpret_cast<u32*>(counts_of)[i] = 0;
+  }
   if (PROJECT != MASKED) {
     if (PROJECT == SORTED) {
       read_sorted(p, expert_of);
@@ -130,11 +140,24 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
     }
     __syncthreads();
   }
+  if (BY_ALL) {
+    for (int base = threadIdx.x / 32 * 32; base < routes; base += THREADS) {
+      const int r = base + threadIdx.x % 32;
+      const u32 e = r < routes ? expert_of[r] : NOT_HERE, same = __match_any_sync(~0u, e);
+      const u32 earlier = same & ((1u << threadIdx.x % 32) - 1);
+      if (e == NOT_HERE) continue;
+      rank[r] = static_cast<u16>(__popc(earlier));
+      if (earlier != 0) continue;
+      counts_of[base / 32 * E + e] = static_cast<u8>(__popc(same));
+      add_shared(shared_address(shared) + AT_COUNTS + e * 4, __popc(same));
+    }
+    __syncthreads();
+  }
   if (threadIdx.x < 32) {
-    for (int e = lane; e < E; e += 32)
+    for (int e = lane; !BY_ALL && e < E; e += 32)
       counts[e] = PROJECT == MASKED ? min(max(reinterpret_cast<const i32*>(p.ids)[e], 0), p.block_size) : 0;
     __syncwarp();
-    for (int base = 0; PROJECT != MASKED && base < routes; base += 32) {
+    for (int base = 0; !BY_ALL && PROJECT != MASKED && base < routes; base += 32) {
       const u32 e = base + lane < routes ? expert_of[base + lane] : NOT_HERE;
       const u32 same = __match_any_sync(~0u, e);
       const u32 earlier = same & ((1u << lane) - 1);
@@ -176,12 +199,21 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
       before = (block << 16) + (before & 0xFFFF) + mine[i];
     }
     __syncwarp();
-    for (int r = lane; PROJECT != MASKED && r < routes; r += 32) {
+    for (int r = lane; !BY_ALL && PROJECT != MASKED && r < routes; r += 32) {
       const u32 e = expert_of[r];
       if (e != NOT_HERE) route[offsets[e] + rank[r]] = static_cast<u16>(r);
     }
   }
   __syncthreads();
+  if (BY_ALL) {
+    for (int r = threadIdx.x; r < routes; r += THREADS)
+      if (const u32 e = expert_of[r]; e != NOT_HERE) {
+        u32 at = offsets[e] + rank[r];
+        for (int before = 0; before < r / 32; ++before) at += counts_of[before * E + e];
+        route[at] = static_cast<u16>(r);
+      }
+    __syncthreads();
+  }
   return {expert, first, count, route, expert_of, weight, *blocks, false};
 }
 

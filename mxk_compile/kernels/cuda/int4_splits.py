@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 
-_BATCH = 4  # steps, as BATCH of decode_int4_layout.cuh
+_CHUNK = 126  # groups of 32 columns: a box of a tensor map has up to 256 elements a row, of 8 bytes
+_MOST_HELD = {2: 112, 3: 48, 4: 32}
+"""Registers of a thread that activations may take, by warpgroups: what is left is enough for the rest."""
+_LAYER_CHUNK = 56  # of layers, of which both products go through slots of one size; measured
+_MOST_RING = 120 * 1024  # as MOST_RING of decode_int4_layout.cuh
 _FEWEST_STAGES = 3  # of the ring: a slot that is read, and two on their way
 _MOST_UNITS = 3  # warps of the epilogue, which have one each
 _ROUTES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 """That the kernel is compiled for: shared memory holds its lists."""
 
-_COSTS = {(2, 2): 1.18, (2, 1): 1.2, (4, 2): 1.24}
+_COSTS = {(2, 2): 1.1, (2, 1): 1.11, (4, 2): 1.22}
 """By column tiles and units, those that pay: time of a pass over the weights, by what their bytes take at the card's
 rate. With `_FIXED_US` as measured on an H200 (docs/performance/h200.md). Where two cost the same, the earlier."""
 _BYTES_US = 184  # 48 experts' 4096 x 7168 weights at the card's rate
@@ -26,14 +30,14 @@ class Split:
         column_tiles: rows of an expert taken at once, in fours; even.
         units: of 16 weight rows in a slot.
         max_routes: of the lists.
-        chunk: steps of 32 columns in a slot, about.
+        chunk: groups of 32 columns in a slot, at most, about.
         groups: warpgroups of consumers: each of their warps has a share of the columns.
     """
 
     column_tiles: int
     units: int
     max_routes: int = 256
-    chunk: int = 64
+    chunk: int = _CHUNK
     groups: int = 2
 
     @classmethod
@@ -42,7 +46,7 @@ class Split:
         given = dict(macros)
         return cls(
             *(given.get("column_tiles", 1), given.get("units", 1), given.get("max_routes", 256)),
-            *(given.get("chunk", 64), given.get("groups", 3)),
+            *(given.get("chunk", _CHUNK), given.get("groups", 3)),
         )
 
     @property
@@ -58,31 +62,48 @@ class Split:
         passes = sum(part * math.ceil(rows / (4 * self.column_tiles)) for rows, part in likely.items())
         return _FIXED_US + passes * _BYTES_US * _COSTS[self.column_tiles, self.units]
 
+    def _divided(self, groups: int) -> tuple[int, int]:
+        """Chunks of a row with so many groups of columns, a warp's groups of a chunk: the source's CHUNKS, STEPS."""
+        chunks = -(-groups // min(self.chunk, _CHUNK))
+        return chunks, -(-groups // (chunks * 4 * self.groups))
+
+    def slot_bytes(self, weights: tuple[Weight, ...]) -> int:
+        """Of a slot of the ring, but for a few bytes."""
+        steps = (self._divided(weight.columns // 32)[1] for weight in weights)
+        return max(16 * self.units * 16 * (each * 4 * self.groups | 1) for each in steps)
+
     def shared_bytes(self, weights: tuple[Weight, ...], num_experts: int, masked: bool) -> int:
         """Shared memory of a block, at most, with a ring of `_FEWEST_STAGES`: as decode_int4_layout.cuh divides it."""
-        slot = rows = scales = 0
-        chunks = _FEWEST_STAGES
+        sums_of_rows = scales = 0
+        fewest_chunks = _FEWEST_STAGES
         for weight in weights:
-            steps = weight.columns // 32
-            batch = min(steps, _BATCH)
-            batches = -(-steps // batch)
-            parts = -(-steps // self.chunk)
-            chunk, chunks = -(-batches // parts) * batch, min(chunks, parts)
-            slot = max(slot, 16 * self.units * 16 * (chunk | 1))
-            rows = max(rows, batches * batch * 272 * self.column_tiles + 128)
+            chunks, steps = self._divided(weight.columns // 32)
+            width, fewest_chunks = steps * 4 * self.groups, min(fewest_chunks, chunks)
+            sums_of_rows = max(sums_of_rows, chunks * width * 16 * self.column_tiles + 128)
             own = weight.scale_bytes
             padded = own + 32 if own % 16 == 0 else own
             scales = max(scales, 16 * self.units * (padded + weight.zero_bytes) + 256)
         sums = 4 * self.groups * self.units * 256 * self.column_tiles  # in two places if that fits
         lists = 8 * num_experts + (6 if masked else 16) * self.max_routes + 24 * 4 * self.column_tiles + 1024
-        scale_stages = 1 + math.ceil((_FEWEST_STAGES - 1) / chunks)
-        return _FEWEST_STAGES * slot + rows + scale_stages * scales + sums + lists
+        lists += 0 if masked else 4096  # at most
+        scale_stages = 1 + math.ceil((_FEWEST_STAGES - 1) / fewest_chunks)
+        slots = _FEWEST_STAGES * self.slot_bytes(weights)
+        return slots + sums_of_rows + scale_stages * scales + sums + lists
+
+    def held(self, weights: tuple[Weight, ...]) -> int:
+        """Registers of a thread that hold activations, at most."""
+        most = 0
+        for weight in weights:
+            chunks, steps = self._divided(weight.columns // 32)
+            most = max(most, chunks * steps * 2 * self.column_tiles)
+        return most
 
     def fits(self, weights: tuple[Weight, ...], num_experts: int, limit: int, masked: bool = False) -> bool:
         """Whether the kernel can be compiled with this split; `limit`: of a block's shared memory, in bytes."""
         return (
             self.column_tiles % 2 == 0
             and self.units <= _MOST_UNITS
+            and self.held(weights) <= _MOST_HELD.get(self.groups, 0)
             and self.shared_bytes(weights, num_experts, masked) <= limit
         )
 
@@ -112,15 +133,16 @@ def around(rows: float) -> dict[int, float]:
 
 
 def _that_fit(
-    weights: tuple[Weight, ...], num_experts: int, places: int, limit: int, masked: bool
+    weights: tuple[Weight, ...], num_experts: int, places: int, limit: int, masked: bool, chunk: int = _CHUNK
 ) -> tuple[Split, ...]:
     found = []
     for column_tiles, units in _COSTS:
         needed = num_experts * -(-places // (4 * column_tiles)) if masked else places
         room = next((size for size in _ROUTES if needed <= size), None)
         if room is not None:
-            split = Split(column_tiles, units, room)
-            if split.fits(weights, num_experts, limit, masked):
+            split = Split(column_tiles, units, room, chunk)
+            few = _FEWEST_STAGES * split.slot_bytes(weights) <= _MOST_RING
+            if few and split.fits(weights, num_experts, limit, masked):
                 found.append(split)
     return tuple(found)
 
@@ -130,7 +152,7 @@ def of_layer(
 ) -> tuple[Split, ...]:
     """Splits of a layer, as far as its sizes tell, in `limit` bytes of shared memory."""
     weights = Weight.common(hidden_size), Weight.common(intermediate_size)
-    return _that_fit(weights, num_experts, routes, limit, masked=False)
+    return _that_fit(weights, num_experts, routes, limit, masked=False, chunk=_LAYER_CHUNK)
 
 
 def of_product(

@@ -36,8 +36,8 @@
 //
 // INT4 keeps the blocks, their shares, the ring and the ends; what differs is in decode_int4.cuh. Its products are `mma.sync`
 // of a warp by itself: a tile is MXK_UNITS units, every warp of the consumers has a share of the columns of all of them,
-// and activations stay bf16, brought by the consumers when an expert begins. They take 2 bytes a column and row of shared
-// memory: 8 rows of K = 7168 leave room for the ring, 16 do not.
+// and activations stay bf16: each warp holds those of its columns in registers, and brings them by itself when an expert
+// begins. 112 registers a thread hold 8 rows of K = 7168 or 24 of 2048, and shared memory is the ring's.
 // What binds: docs/performance/h200.md.
 #include "decode_finish.cuh"
 #if MXK_FORMAT
@@ -66,6 +66,15 @@ __device__ __forceinline__ void start_barriers(const Decode& p, u32 barriers) {
   }
 }
 
+// The rows of x that a launch will want, towards the L2, while the routes are sorted: each thread a line.
+__device__ __forceinline__ void fetch_activations(const Decode& p) {
+  constexpr u32 LINE = 128, LINES = (PROJECT ? I : K) * 2 / LINE;
+  const u32 rows = PROJECT ? p.rows / p.x_rows : p.tokens;
+  if (IS_MXFP4 || PROJECT == MASKED) return;  // of masked rows most are not wanted
+  for (u32 at = blockIdx.x * THREADS + threadIdx.x; at < rows * LINES; at += gridDim.x * THREADS)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.x + (at / LINES * p.x_stride * 2 + at % LINES * LINE)));
+}
+
 #if MXK_PROJECT
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_project(const __grid_constant__ Decode p) {
   extern __shared__ __align__(128) u8 memory[];
@@ -74,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_project(const __
   start_barriers(p, shared + AT_BARRIERS);
   wait_for_earlier_kernels();
   const RowsReady ready(p.counters, shared);  // there is only one phase
+  fetch_activations(p);
   const Routes routes = sort_routes(p, memory);
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   if (warp < HELPERS) {
@@ -94,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
   let_later_kernels_start();
   start_barriers(p, shared + AT_BARRIERS);
   wait_for_earlier_kernels();
+  fetch_activations(p);
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   const RowsReady ready(p.counters, shared);
   if (warp == 1) ready.read_before();

@@ -80,7 +80,10 @@ FAULTS = {
         "decode_digits.cuh", "constexpr u32 TEAM = DIGIT_WARPS * 32;", "constexpr u32 TEAM = DIGIT_WARPS * 32 + 32;",
         "bar.sync 3", slow=True
     ),
-    "routes unsorted": Fault("decode_routes.cuh", "  __syncthreads();\n  return {", "  return {", slow=True),
+    "routes unsorted": Fault(
+        "decode_routes.cuh", "  __syncthreads();\n  if (by_all) {\n    for (int r", "  if (by_all) {\n    for (int r",
+        slow=True
+    ),
     "swizzle": Fault("rows.cuh", "(c ^ (row & 7)) * 16", "c * 16", schedule=PREFILL),
     "exchange": Fault("rows.cuh", "__syncwarp();\n    // Chunk", "// Chunk", schedule=PREFILL, slow=True),
     "stage released": Fault("prefill_wgmma.cuh", "wgmma_wait<1>();", "wgmma_wait<4>();", schedule=PREFILL),

@@ -86,7 +86,6 @@ PTX void ld_relaxed_gpu_global_u32(auto& d, u64 at) {
   d = emu_at<u32>(at);
 }
 PTX void ld_acquire_gpu_global_u32(auto& d, u64 at) { ld_relaxed_gpu_global_u32(d, at); }
-PTX void prefetch_global_L2(u64) {}
 PTX void ld_volatile_global_u32(auto& d, u64 at) { ld_relaxed_gpu_global_u32(d, at); }
 PTX void st_relaxed_gpu_global_u32(u64 at, u32 value) { emu_at<u32>(at) = value; }
 PTX void st_release_gpu_global_u32(u64 at, u32 value) { emu_at<u32>(at) = value; }
@@ -249,6 +248,7 @@ PTX void cp_async_bulk_tensor_3d_shared_cluster_global_mbarrier_complete_tx_byte
   emu::tensor_load(to, reinterpret_cast<const void*>(map), at, 3, barrier);
 }
 PTX void prefetch_tensormap(u64) {}
+PTX void prefetch_global_L2(u64) {}
 PTX void createpolicy_fractional_b64(auto& d, float) { d = 0; }
 
 // ---- WGMMA; wgmma.mma_async itself is emu::wgmma, which translate.py writes
