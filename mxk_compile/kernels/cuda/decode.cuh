@@ -104,6 +104,11 @@ __host__ __device__ constexpr int round_up(int value, int step) { return (value 
 __host__ __device__ constexpr int lesser(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int greater(int a, int b) { return a > b ? a : b; }
 
+// Column blocks are taken in parts: gate/up of all, then down of all. While the rows of H of one part are on their way between
+// the multiprocessors, the next part's work goes on. Many are taken at once: a multiprocessor would have more of them, and
+// their activations cost what the wait does. So it is with INT4, whose consumers bring the activations.
+constexpr int PARTS = MXK_FORMAT ? 1 : 2, MOST_IN_PARTS = 32;
+
 #if MXK_FORMAT
 #include "decode_int4_layout.cuh"
 #else
@@ -114,7 +119,7 @@ constexpr int CONSUMERS = 4 * SHARES;  // warps
 constexpr int THREADS = (CONSUMERS + HELPERS) * 32;
 // Register counts are set by warpgroup and must fit what the launch gives: asking for more would wait for ever.
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int HELPER_REGISTERS = 72;
+constexpr int HELPER_REGISTERS = SHARES > 2 ? 72 : 96;  // with fewer, the epilogue's spill
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
 constexpr int CHUNK = MXK_CHUNK;
 

@@ -49,12 +49,13 @@ __device__ __forceinline__ void store_digits(u32 to, const uint4& v, float scale
 // that has none above 2^-117 are lost.
 __device__ __forceinline__ u32 scale_exponent(u32 largest) { return min(261 - (largest >> 7), 250u); }
 
-// The digits of one column block, by a team of warps with a barrier of its own: 8 values a thread at a time. What fits into
-// registers is read once, else twice.
-template <class P, int BARRIER, int THREADS_, int HELD>
-__device__ __forceinline__ void make_digits(const Decode& p, const Routes& routes, int block, u32 thread, u32 shared, u32 buffer) {
+// The digits of `count` rows, by a team of warps with a barrier of its own: 8 values a thread at a time. Rows that
+// fit into registers are read once, longer ones twice.
+template <class P, int BARRIER, int THREADS_, int HELD, class Row>
+__device__ __forceinline__ void make_digits(int count, const Row& row, u32 thread, u32 shared, u32 buffer) {
   constexpr int EIGHTS = P::GROUPS * 4, STEPS = (EIGHTS + THREADS_ - 1) / THREADS_;  // of a row
-  const int first = routes.first[block], items = routes.count[block] * STEPS;
+  constexpr int WHOLE = HELD / STEPS, AT_ONCE = WHOLE > 0 ? WHOLE * STEPS : HELD;  // rows that registers hold whole
+  const int items = count * STEPS;
   const u32 to = shared + AT_DIGITS + buffer * DIGITS;
   const u32 largest = shared + AT_LARGEST + buffer * (ROWS * 4), factors = shared + AT_FACTORS + buffer * (ROWS * 8);
   uint4 held[HELD];
@@ -63,35 +64,49 @@ __device__ __forceinline__ void make_digits(const Decode& p, const Routes& route
   const auto there = [&](int item) { return item < items && eight_of(item) < EIGHTS; };
   const auto load = [&](int base) {
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
+    for (int i = 0; i < AT_ONCE; ++i) {
       held[i] = make_uint4(0, 0, 0, 0);
-      if (!there(base + i)) continue;
-      const u8* row = activations<P>(p, routes.at(first + row_of(base + i)));
-      held[i] = load_eight(row + eight_of(base + i) * 16, MXK_X_ALIGNED || !(P::PAIRS || PROJECT));
+      if (there(base + i)) held[i] = load_eight(row(row_of(base + i)) + eight_of(base + i) * 16, MXK_X_ALIGNED || !P::PAIRS);
     }
   };
-  load(0);
-  if (thread < ROWS) store_shared_4(largest + thread * 4, 0);
-  team_sync<BARRIER, THREADS_>();
-  for (int base = 0; base < items; base += HELD) {
-    if (base > 0) load(base);
+  const auto reduce = [&](int base) {
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
+    for (int i = 0; i < AT_ONCE; ++i) {
       if (base + i >= items) continue;
       const u32 most = __reduce_max_sync(~0u, largest_of(held[i]));
       if ((thread & 31) == 0) max_shared(largest + row_of(base + i) * 4, most);
     }
-  }
-  team_sync<BARRIER, THREADS_>();
-  for (int base = 0; base < items; base += HELD) {
-    if (items > HELD) load(base);
+  };
+  const auto store = [&](int base) {
 #pragma unroll
-    for (int i = 0; i < HELD; ++i) {
+    for (int i = 0; i < AT_ONCE; ++i) {
       if (!there(base + i)) continue;
       const u32 most = load_shared_4(largest + row_of(base + i) * 4);
       const int eight = eight_of(base + i);
       store_digits(to + digits_at(row_of(base + i), eight / 4) + eight % 4 * 4, held[i],
                    __uint_as_float(scale_exponent(most) << 23));
+    }
+  };
+  load(0);
+  if (thread < ROWS) store_shared_4(largest + thread * 4, 0);
+  team_sync<BARRIER, THREADS_>();
+  if constexpr (WHOLE > 0) {
+#pragma unroll 1
+    for (int base = 0; base < items; base += AT_ONCE) {
+      if (base > 0) load(base);
+      reduce(base);
+      team_sync<BARRIER, THREADS_>();
+      store(base);
+    }
+  } else {
+    for (int base = 0; base < items; base += AT_ONCE) {
+      if (base > 0) load(base);
+      reduce(base);
+    }
+    team_sync<BARRIER, THREADS_>();
+    for (int base = 0; base < items; base += AT_ONCE) {
+      load(base);
+      store(base);
     }
   }
   if (thread < ROWS) {
@@ -107,17 +122,37 @@ __device__ __forceinline__ void make_digits(const Decode& p, const Routes& route
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Those of a column block.
+template <class P, int BARRIER, int THREADS_>
+__device__ __forceinline__ void make_digits_of(const Decode& p, const Routes& routes, int block, u32 thread, u32 shared, u32 buffer) {
+  const int first = routes.first[block];
+  make_digits<P, BARRIER, THREADS_, 4>(
+      routes.count[block], [&](int i) { return activations<P>(p, routes.at(first + i)); }, thread, shared, buffer);
+}
+
+// Those of all tokens, where they are few, before the routes are known: the way of x from memory is not added to the ids', and
+// the stream of weights does not stand in it yet.
+__device__ __forceinline__ void make_digits_of_tokens(const Decode& p, u32 thread, u32 shared) {
+  make_digits<GateUp, 2, CONSUMERS * 32, 8>(
+      p.tokens, [&](int token) { return activations<GateUp>(p, token * TOP_K); }, thread, shared, 0);
+}
+
 constexpr u32 TEAM = DIGIT_WARPS * 32;
 
 // All column blocks of a phase but its first, which the consumers make themselves, since they have nothing to do yet.
 template <class P>
-__device__ __forceinline__ void make_more_digits(const Decode& p, const Routes& routes, u32 thread, u32 shared, Turn& turn) {
+__device__ __forceinline__ void make_more_digits(const Decode& p, const Routes& routes, const RowsReady& ready, u32 thread, u32 shared,
+                                                 Turn& turn) {
   const u32 barriers = shared + AT_BARRIERS;
-  int block = -1;
+  if (P::PAIRS && routes.together) return;
+  int block = -1, part = -1;
   for (Walk<P> walk(routes.blocks); walk.next();) {
     if (walk.block == block) continue;
     barrier_wait(barriers + AT_DIGITS_EMPTY + 8 * turn.slot, turn.parity ^ 1);
-    if (block >= 0) make_digits<P, 3, TEAM, 4>(p, routes, walk.block, thread, shared, turn.slot);
+    if (block >= 0) {
+      if (!P::PAIRS && walk.part() != part) ready.wait<3, TEAM>(part = walk.part(), thread);
+      make_digits_of<P, 3, TEAM>(p, routes, walk.block, thread, shared, turn.slot);
+    }
     block = walk.block;
     __syncwarp();
     if ((thread & 31) == 0) barrier_arrive(barriers + AT_DIGITS_FULL + 8 * turn.slot);

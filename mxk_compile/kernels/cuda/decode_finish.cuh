@@ -4,21 +4,46 @@
 
 // ---- routes to tokens
 
-// Whoever brings the last of Y's rows `first` to `first` + 15 adds them up, over slots in order, for every token.
-__device__ __forceinline__ void sum_if_last(const Decode& p, const Routes& routes, int first) {
+// Units of 16 output columns of a column block that a warp has stored and not counted yet: the i-th in lane i. Counting
+// waits for the stores' and the counter's ways to the L2, longer than a short tile takes, so it is done for several at once.
+struct Stored {
+  static constexpr int MOST = 4;
+  int unit = 0, count = 0;
+
+  __device__ void add(int stored) {
+    if ((threadIdx.x & 31) == count) unit = stored;
+    ++count;
+  }
+};
+
+// Counts them; whoever brings the last column block of a unit adds its columns up, over slots in order, for every token.
+__device__ __forceinline__ void sum_if_last(const Decode& p, const Routes& routes, Stored& stored) {
   const int lane = threadIdx.x & 31;
-  u32* counter = p.counters + COUNTERS_AT + first / 16;
+  u32* counter = p.counters + COUNTERS_AT + stored.unit;
+  bool last = false;
   __syncwarp();
-  u32 before = 0;
-  if (lane == 0)
+  if (lane < stored.count) {
+    u32 before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  if (__shfl_sync(~0u, before, 0) != static_cast<u32>(routes.blocks) - 1) return;
-  __syncwarp();  // what the first lane acquired, for all
-  if (lane == 0) *counter = 0;  // as the next launch wants it
+    last = before == static_cast<u32>(routes.blocks) - 1;
+    if (last) *counter = 0;  // as the next launch wants it
+  }
+  stored.count = 0;
+  const u32 lasts = __ballot_sync(~0u, last);
+  __syncwarp();  // what those lanes acquired, for all
   constexpr int SLOTS = lesser(TOP_K, 4), TOKENS = 2;  // in flight
-  const int at = first + lane % 4 * 4;
-  for (int base = lane / 4; base < p.tokens; base += 8 * TOKENS) {
+  const int items = __popc(lasts) * p.tokens;          // tokens of a unit, four lanes each
+  for (int base = 0; base < items; base += 8 * TOKENS) {
     float sum[TOKENS][4] = {};
+    int token[TOKENS], at[TOKENS];
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+      const int item = base + 8 * t + lane / 4, which = item / p.tokens;
+      u32 left = lasts;
+      for (int i = 0; i < which && i < Stored::MOST; ++i) left &= left - 1;
+      token[t] = left != 0 ? item - which * p.tokens : p.tokens;  // past the end
+      at[t] = __shfl_sync(~0u, stored.unit, left != 0 ? __ffs(left) - 1 : 0) * 16 + lane % 4 * 4;
+    }
 #pragma unroll 1
     for (int slot = 0; slot < TOP_K; slot += SLOTS) {
       uint4 v[TOKENS][SLOTS];
@@ -26,10 +51,10 @@ __device__ __forceinline__ void sum_if_last(const Decode& p, const Routes& route
       for (int t = 0; t < TOKENS; ++t)
 #pragma unroll
         for (int s = 0; s < SLOTS; ++s) {
-          const int route = (base + 8 * t) * TOP_K + slot + s;
+          const int route = token[t] * TOP_K + slot + s;
           v[t][s] = make_uint4(0, 0, 0, 0);
-          if (base + 8 * t < p.tokens && slot + s < TOP_K && routes.expert_of[route] != NOT_HERE)
-            v[t][s] = load_l2(p.y + (static_cast<i64>(route) * K + at) * 4);
+          if (token[t] < p.tokens && slot + s < TOP_K && routes.expert_of[route] != NOT_HERE)
+            v[t][s] = load_l2(p.y + (static_cast<i64>(route) * K + at[t]) * 4);
         }
 #pragma unroll
       for (int t = 0; t < TOKENS; ++t)
@@ -41,8 +66,8 @@ __device__ __forceinline__ void sum_if_last(const Decode& p, const Routes& route
     }
 #pragma unroll
     for (int t = 0; t < TOKENS; ++t)
-      if (base + 8 * t < p.tokens)
-        *reinterpret_cast<uint2*>(p.out + (static_cast<i64>(base + 8 * t) * K + at) * 2) =
+      if (token[t] < p.tokens)
+        *reinterpret_cast<uint2*>(p.out + (static_cast<i64>(token[t]) * K + at[t]) * 2) =
             make_uint2(pack_bf16x2(sum[t][0], sum[t][1]), pack_bf16x2(sum[t][2], sum[t][3]));
   }
 }
@@ -121,11 +146,16 @@ __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& route
     const auto column_of = [&](int n) { return 4 * (base + n) + q; };
 #pragma unroll
     for (int n = 0; n < ABREAST; ++n) of_row[n] = routes.at(first + (column_of(n) < count ? column_of(n) : 0));
+    // Where a row's sums are: as many tokens as columns, or positions in the list.
+    const auto sums_of = [&](int n) {
+      const int token = of_row[n] / TOP_K;
+      return P::PAIRS && routes.together ? token / 4 * 256 + (lane - q + token % 4) * 8 : (base + n) * 256 + lane * 8;
+    };
 #pragma unroll
     for (int share = 0; share < SHARES; ++share)
 #pragma unroll
       for (int n = 0; n < ABREAST; ++n) {
-        const uint2 part = load_shared_8(sums + (share * TILE_UNITS + unit) * SUM + (base + n) * 256 + lane * 8);
+        const uint2 part = load_shared_8(sums + (share * TILE_UNITS + unit) * SUM + sums_of(n));
         values[n][0] += __uint_as_float(part.x), values[n][1] += __uint_as_float(part.y);
       }
 #pragma unroll
@@ -179,10 +209,19 @@ __device__ __forceinline__ int unit_of(const Walk<P>& walk, int warp) {
 }
 
 template <class P>
-__device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, int warp, u32 shared, Turn& turn) {
+__device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, const RowsReady& ready, int warp, u32 shared, Turn& turn) {
   static_assert(TILE_UNITS <= EPILOGUE, "a warp has one unit of a tile at most");
   Walk<P> walk(routes.blocks);
+  Stored stored;
   bool more = walk.next();
+  int part = 0;  // the first whose rows of H are not all stored
+  const auto arrive = [&](const Walk<P>& next) {
+    const int end = more ? next.part() : PARTS;
+    if (warp == 0 && (threadIdx.x & 31) == 0)
+      for (; part < end; ++part) ready.arrive(part);
+    part = end;
+  };
+  if (P::PAIRS) arrive(walk);
   int unit = unit_of<P>(walk, warp), next_unit;
   float bias[2];
   if (more) load_bias<P>(p, routes, walk, unit, bias);
@@ -197,8 +236,14 @@ __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& route
     if (mine) finish_unit<P>(p, routes, walk, unit, shared + AT_SUMS + turn.slot * SUM_SET, bias);
     __syncwarp();
     if ((threadIdx.x & 31) == 0) barrier_arrive(shared + AT_BARRIERS + AT_SUMS_EMPTY + 8 * turn.slot);
-    if constexpr (!P::PAIRS && !MXK_PER_ROUTE && !PROJECT)
-      if (mine) sum_if_last(p, routes, (walk.first + unit) * UNIT);
+    if constexpr (!P::PAIRS && !MXK_PER_ROUTE && !PROJECT) {
+      if (mine) stored.add(walk.first + unit);
+      if (stored.count == Stored::MOST || (!more && stored.count > 0)) sum_if_last(p, routes, stored);
+    }
+    if (P::PAIRS && !(more && ahead.part() == walk.part())) {
+      team_sync<1, EPILOGUE * 32>();
+      arrive(ahead);  // releases what the others wrote before the sync
+    }
     turn.advance(SUM_STAGES);
     walk = ahead, unit = next_unit;
     bias[0] = next_bias[0], bias[1] = next_bias[1];
@@ -214,4 +259,12 @@ __device__ __forceinline__ void clear_absent(const Decode& p, const Routes& rout
     for (u32 i = thread; i < K / 4; i += threads)
       reinterpret_cast<uint2*>(p.out)[static_cast<i64>(r) * (K / 4) + i] = make_uint2(0, 0);
   }
+}
+
+// By the epilogue's warps, for themselves: nobody else needs them, and nobody waits for them.
+__device__ __forceinline__ void load_router(const Decode& p, u8* shared, u32 thread) {
+  float* weight = reinterpret_cast<float*>(shared + AT_ROUTER);
+  for (int r = thread; r < p.tokens * TOP_K; r += EPILOGUE * 32)
+    weight[r] = load_float(p.router, r / TOP_K * p.router_stride[0] + r % TOP_K * p.router_stride[1], p.router_dtype);
+  team_sync<1, EPILOGUE * 32>();
 }

@@ -165,18 +165,21 @@ struct ConsumerTurns {
 
 // All units of every tile; warp `share` has its groups of every chunk.
 template <class P>
-__device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& routes, int share, u32 shared, ConsumerTurns& turn) {
+__device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& routes, const RowsReady& ready, int share, u32 shared,
+                                              ConsumerTurns& turn) {
   const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
   const u32 barriers = shared + AT_BARRIERS, sums = shared + AT_DIGITS + share * (P::CHUNKS * P::STEPS * (32 * MMA_TILES));
   LaneRows at;
   at.half_weights = (P::slot_row(g, 1) - P::slot_row(g, 0)) * P::STRIDE;
   at.half_scales = P::scale_at(0, g, 1) - P::scale_at(0, g, 0), at.half_zeros = P::zero_at(0, g, 1) - P::zero_at(0, g, 0);
   Rows<P> rows;
-  int block = -1;
+  int block = -1, part = -1;
 #pragma unroll 1
   for (Walk<P> walk(routes.blocks); walk.next(); turn.scales.advance(SCALE_STAGES), turn.sums.advance(SUM_STAGES)) {
     if (walk.block != block) {
       block = walk.block;
+      if (!P::PAIRS && !PROJECT && walk.part() != part)
+        ready.wait<2, CONSUMERS * 32>(part = walk.part(), threadIdx.x - HELPERS * 32);
       rows.bring(p, routes, block, share, sums);
     }
     const u32 scales = shared + AT_SCALES + turn.scales.slot * SCALES;

@@ -5,7 +5,8 @@
 
 constexpr u32 DIGITS_STEP = 256 * NT;
 __device__ __forceinline__ u32 digits_operand(u32 address) { return address + 4 * (threadIdx.x & 31); }
-__device__ __forceinline__ u32 begin_products(u32 digits) { return digits; }
+__device__ __forceinline__ u32 uniform_digits(u32 digits) { return digits; }
+__device__ __forceinline__ void begin_products() {}
 __device__ __forceinline__ void end_products() {}
 __device__ __forceinline__ void wait_for_products() {}
 

@@ -37,6 +37,7 @@ template <class P>
 __device__ __forceinline__ void multiply_batch(u32 weights, u32 half_weights, u32 scales, u32 half_scales, u32 digits, bool last,
                                                const Factor (&factors)[NT], float (&sum)[NT][2]) {
   constexpr int LEFT = P::GROUPS - (P::BATCHES - 1) * P::BATCH;  // of the last batch of a row
+  const u32 first = uniform_digits(digits);
   u32 a[P::BATCH][4], bytes[P::BATCH][2];
   float d[P::BATCH][NT][4];
 #pragma unroll
@@ -45,7 +46,7 @@ __device__ __forceinline__ void multiply_batch(u32 weights, u32 half_weights, u3
     unpack(low, a[i][0], a[i][2]);
     unpack(high, a[i][1], a[i][3]);
   }
-  const u32 first = begin_products(digits);
+  begin_products();
 #pragma unroll
   for (int i = 0; i < P::BATCH; ++i) Product<NT>::run(d[i], a[i], first + i * DIGITS_STEP);
   end_products();
@@ -71,7 +72,8 @@ struct ConsumerTurns {
 
 // Unit `unit` of every tile: the batches of columns whose number modulo SHARES is `share`.
 template <class P>
-__device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& routes, int share, int unit, u32 shared, ConsumerTurns& turn) {
+__device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& routes, const RowsReady& ready, int share, int unit, u32 shared,
+                                              ConsumerTurns& turn) {
   const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
   const u32 barriers = shared + AT_BARRIERS;
   const u32 low_scales = P::scale_at(unit, g, 0), half_scales = P::scale_at(unit, g, 1) - low_scales;
@@ -86,10 +88,12 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
   };
   int block = -1;
   for (Walk<P> walk(routes.blocks); walk.next(); turn.scales.advance(SCALE_STAGES), turn.sums.advance(SUM_STAGES)) {
-    if (walk.block != block) {
+    if (walk.block != block && !(P::PAIRS && routes.together)) {
       if (block >= 0) leave_digits();
       if (block < 0) {
-        make_digits<P, 2, CONSUMERS * 32, 4>(p, routes, walk.block, threadIdx.x - HELPERS * 32, shared, turn.digits.slot);
+        const u32 thread = threadIdx.x - HELPERS * 32;
+        if (!P::PAIRS) ready.wait<2, CONSUMERS * 32>(walk.part(), thread);
+        make_digits_of<P, 2, CONSUMERS * 32>(p, routes, walk.block, thread, shared, turn.digits.slot);
         team_sync<2, CONSUMERS * 32>();
       }
       block = walk.block;

@@ -45,26 +45,35 @@ __device__ __forceinline__ const u8* activations(const Decode& p, int route) {
   return P::PAIRS ? p.x + static_cast<i64>(route / TOP_K) * p.x_stride * 2 : p.h + static_cast<i64>(route) * (I * 2);
 }
 
-// Grid-wide barrier: the top bit flips when all blocks have arrived, so the word serves the next launch as it is.
-struct GridBarrier {
-  u32* word;
-  u32 before;  // top bit, read before this block arrives
+// Of which parts all blocks have stored their rows of H: a grid-wide barrier each. The top bit of its word flips when all
+// blocks have arrived, so the word serves the next launch as it is.
+struct RowsReady {
+  static constexpr int WORDS_APART = 32;  // a cache line
+  u32* words;
+  u32 before;  // address in shared memory of the words' values, read before this block arrives
+  static_assert((PARTS - 1) * WORDS_APART < COUNTERS_AT && 4 + 4 * PARTS <= 16, "places");
 
-  __device__ explicit GridBarrier(u32* counter) : word(counter) {
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(before) : "l"(counter) : "memory");
+  __device__ RowsReady(u32* counters, u32 shared) : words(counters), before(shared + AT_END + 4) {}
+  __device__ void read_before() const {  // by a warp, before a barrier of the block
+    const u32 lane = threadIdx.x & 31;
+    if (lane >= PARTS) return;
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(words + lane * WORDS_APART) : "memory");
+    store_shared_4(before + lane * 4, value);
   }
-  __device__ void arrive() const {
+  __device__ void arrive(int part) const {
     const u32 add = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u;
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(add) : "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(words + part * WORDS_APART), "r"(add) : "memory");
   }
   // By a team of warps: its first thread asks.
   template <int BARRIER, int THREADS_>
-  __device__ void wait(u32 thread) const {
+  __device__ void wait(int part, u32 thread) const {
     if (thread == 0) {
+      const u32 old = load_shared_4(before + part * 4);
       u32 now;
       do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
-      } while (((now ^ before) & 0x80000000u) == 0);
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(words + part * WORDS_APART) : "memory");
+      } while (((now ^ old) & 0x80000000u) == 0);
     }
     team_sync<BARRIER, THREADS_>();
   }

@@ -26,12 +26,19 @@ __device__ __forceinline__ void team_sync() {
 
 // ---- the routes, by expert
 
+// Few tokens: in gate/up a column of the product is a token, and not a position in the column block's list, so that all
+// experts take the same activations, which can be made before the routes are known.
+__device__ __forceinline__ bool few_tokens(const Decode& p) {
+  return !MXK_FORMAT && !PROJECT && p.tokens <= ROWS && p.tokens * TOP_K <= 32;
+}
+
 // A column block: up to ROWS routes of one expert. route[first .. first + count) are its routes.
 struct Routes {
   const u16 *expert, *first, *count, *route;  // of column block, of column block, of column block, of position
   const u16* expert_of;                       // of route; NOT_HERE
   const float* weight;                        // of route
   int blocks;
+  bool together;                              // as `few_tokens` says
 
   __device__ int at(int position) const { return PROJECT == MASKED ? position : route[position]; }
 };
@@ -68,8 +75,36 @@ __device__ __forceinline__ void read_sorted(const Decode& p, u16* expert_of) {
   }
 }
 
-// Every block sorts the routes for itself: its first warp counts, places and lists them, in route order. INT4, whose calls
-// have more: all warps, 32 routes at a time, whose experts' counts a table keeps.
+// As `sort_routes`, of up to 32 routes, by one warp: a route a lane.
+__device__ __forceinline__ int sort_few(const Decode& p, int routes, u16* expert, u16* first, u16* count, u16* route, u16* expert_of) {
+  const int lane = threadIdx.x & 31;
+  const u32 e = lane < routes ? local_expert(p, lane) : NOT_HERE;
+  int at = 0;
+  u32 same = 0;
+  for (int i = 0; i < routes; ++i) {
+    const u32 other = __shfl_sync(~0u, e, i);
+    at += other < e;
+    same |= (other == e ? 1u : 0u) << i;
+  }
+  const int earlier = __popc(same & ((1u << lane) - 1));
+  at += earlier;
+  const bool starts = e != NOT_HERE && earlier % ROWS == 0;  // a column block
+  const u32 starters = __ballot_sync(~0u, starts);
+  int block = 0;
+  for (u32 left = starters; left != 0; left &= left - 1) block += __shfl_sync(~0u, at, __ffs(left) - 1) < at;
+  if (lane < routes) expert_of[lane] = static_cast<u16>(e);
+  if (e != NOT_HERE) route[at] = static_cast<u16>(lane);
+  if (starts) {
+    expert[block] = static_cast<u16>(e);
+    first[block] = static_cast<u16>(at);
+    count[block] = static_cast<u16>(min(__popc(same) - earlier, ROWS));
+  }
+  return __popc(starters);
+}
+
+// Every block sorts the routes for itself: its first warp counts, places and lists them, in route order. The first warp may
+// use the mbarriers afterwards; the others are not waited for where routes are few. INT4, whose calls have more: all
+// warps, 32 routes at a time, whose experts' counts a table keeps.
 __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
   int* counts = reinterpret_cast<int*>(shared + AT_COUNTS);
   int* offsets = reinterpret_cast<int*>(shared + AT_OFFSETS);
@@ -79,16 +114,25 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
   int* blocks = reinterpret_cast<int*>(shared + AT_END);
   float* weight = reinterpret_cast<float*>(shared + AT_ROUTER);
   const int routes = PROJECT >= SORTED ? p.rows : p.tokens * TOP_K, lane = threadIdx.x;
-  const bool at_once = !PROJECT && routes <= 32;  // a route a lane of the first warp
-  const bool by_all = COUNT_BYTES > 0 && !at_once;
+  if (!PROJECT && routes <= 32) {
+    if (threadIdx.x < 32) {
+      const int found = sort_few(p, routes, expert, first, count, route, expert_of);
+      if (lane == 0) *blocks = found;
+      team_sync<4, 64>();  // the second warp made the mbarriers
+      asm volatile("bar.arrive %0, %1;" ::"n"(5), "n"(THREADS) : "memory");
+    } else {
+      if (threadIdx.x < 64) team_sync<4, 64>();
+      team_sync<5, THREADS>();
+    }
+    return {expert, first, count, route, expert_of, weight, *blocks, few_tokens(p)};
+  }
+  constexpr bool BY_ALL = COUNT_BYTES > 0;
   u8* counts_of = shared + AT_COUNTS_OF;  // [32 routes][expert]
-  for (int r = threadIdx.x - 32; !PROJECT && r < routes; r += THREADS - 32)
-    if (r >= 0) weight[r] = load_float(p.router, r / TOP_K * p.router_stride[0] + r % TOP_K * p.router_stride[1], p.router_dtype);
-  if (by_all) {
+  if (BY_ALL) {
     for (int e = threadIdx.x; e < E; e += THREADS) counts[e] = 0;
     for (int i = threadIdx.x; i < COUNT_BYTES / 4; i += THREADS) reinterpret_cast<u32*>(counts_of)[i] = 0;
   }
-  if (PROJECT != MASKED && !at_once) {
+  if (PROJECT != MASKED) {
     if (PROJECT == SORTED) {
       read_sorted(p, expert_of);
     } else {
@@ -96,7 +140,7 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
     }
     __syncthreads();
   }
-  if (by_all) {
+  if (BY_ALL) {
     for (int base = threadIdx.x / 32 * 32; base < routes; base += THREADS) {
       const int r = base + threadIdx.x % 32;
       const u32 e = r < routes ? expert_of[r] : NOT_HERE, same = __match_any_sync(~0u, e);
@@ -110,13 +154,11 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
     __syncthreads();
   }
   if (threadIdx.x < 32) {
-    const u32 only = at_once && lane < routes ? local_expert(p, lane) : NOT_HERE;
-    if (at_once && lane < routes) expert_of[lane] = static_cast<u16>(only);
-    for (int e = lane; !by_all && e < E; e += 32)
+    for (int e = lane; !BY_ALL && e < E; e += 32)
       counts[e] = PROJECT == MASKED ? min(max(reinterpret_cast<const i32*>(p.ids)[e], 0), p.block_size) : 0;
     __syncwarp();
-    for (int base = 0; !by_all && PROJECT != MASKED && base < routes; base += 32) {
-      const u32 e = at_once ? only : base + lane < routes ? expert_of[base + lane] : NOT_HERE;
+    for (int base = 0; !BY_ALL && PROJECT != MASKED && base < routes; base += 32) {
+      const u32 e = base + lane < routes ? expert_of[base + lane] : NOT_HERE;
       const u32 same = __match_any_sync(~0u, e);
       const u32 earlier = same & ((1u << lane) - 1);
       const int before = e != NOT_HERE ? counts[e] : 0;
@@ -157,13 +199,13 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
       before = (block << 16) + (before & 0xFFFF) + mine[i];
     }
     __syncwarp();
-    for (int r = lane; !by_all && PROJECT != MASKED && r < routes; r += 32) {
+    for (int r = lane; !BY_ALL && PROJECT != MASKED && r < routes; r += 32) {
       const u32 e = expert_of[r];
       if (e != NOT_HERE) route[offsets[e] + rank[r]] = static_cast<u16>(r);
     }
   }
   __syncthreads();
-  if (by_all) {
+  if (BY_ALL) {
     for (int r = threadIdx.x; r < routes; r += THREADS)
       if (const u32 e = expert_of[r]; e != NOT_HERE) {
         u32 at = offsets[e] + rank[r];
@@ -172,31 +214,58 @@ __device__ __forceinline__ Routes sort_routes(const Decode& p, u8* shared) {
       }
     __syncthreads();
   }
-  return {expert, first, count, route, expert_of, weight, *blocks};
+  return {expert, first, count, route, expert_of, weight, *blocks, false};
 }
 
 // ---- the work of this block: units of all column blocks, a tile at a time, never of two column blocks
 
+// What is shared out: whole tiles, since one costs the same however few units it has; INT4's, whose warps go through all units,
+// costs what it has.
+constexpr int STEP = MXK_FORMAT ? 1 : TILE_UNITS;
+template <class P>
+__device__ constexpr u32 steps_of() { return (P::UNITS + STEP - 1) / STEP; }  // of a column block
+
+// Each part is divided evenly among the blocks. Those who get one step more are the next in turn, from part to part and from
+// gate/up to down, so that in all nobody has more than one more.
 template <class P>
 struct Walk {
-  int left;                     // units of this block
-  int block, first, count = 0;  // of the tile: column block, first unit in its expert, units
+  int column_blocks, next_part = 0;
+  u32 turn = 0;                         // who is next
+  int left = 0;                         // steps of this block in the part
+  int block = 0, first = 0, count = 0;  // of the tile: column block, first unit in its expert, units
 
-  __device__ explicit Walk(int column_blocks) {
-    const u32 total = static_cast<u32>(column_blocks) * P::UNITS;
-    const u32 each = total / gridDim.x, more = total % gridDim.x;
-    const u32 unit = blockIdx.x * each + min(blockIdx.x, more);
-    left = each + (blockIdx.x < more ? 1 : 0);
-    block = unit / P::UNITS;
-    first = unit - block * P::UNITS;
+  __device__ explicit Walk(int column_blocks) : column_blocks(column_blocks) {
+    if constexpr (!P::PAIRS && !PROJECT) {
+      for (int part = 0; part < PARTS; ++part) turn += (begin(part + 1) - begin(part)) * steps_of<GateUp>() % gridDim.x;
+      turn %= gridDim.x;
+    }
   }
+  __device__ int part() const { return next_part - 1; }
   __device__ bool next() {
-    left -= count;
     first += count;
-    if (left <= 0) return false;
     if (first == P::UNITS) first = 0, ++block;
-    count = min(min(P::UNITS - first, TILE_UNITS), left);
+    while (left == 0) {
+      if (next_part == PARTS) return false;
+      const u32 total = (begin(next_part + 1) - begin(next_part)) * steps_of<P>();
+      const u32 each = total / gridDim.x, more = total - each * gridDim.x;
+      const u32 rank = blockIdx.x >= turn ? blockIdx.x - turn : blockIdx.x + gridDim.x - turn;
+      const u32 step = rank * each + min(rank, more), in = step / steps_of<P>();
+      left = each + (rank < more ? 1 : 0);
+      block = begin(next_part) + in;
+      first = (step - in * steps_of<P>()) * STEP;
+      turn += more;
+      if (turn >= gridDim.x) turn -= gridDim.x;
+      ++next_part;
+    }
+    count = min(min(P::UNITS - first, TILE_UNITS), left * STEP);
+    left -= (count + STEP - 1) / STEP;
     return true;
+  }
+
+ private:
+  __device__ u32 begin(int part) const {
+    if (PARTS > 1 && column_blocks > MOST_IN_PARTS) return part == 0 ? 0 : column_blocks;  // all in the first
+    return static_cast<u32>(column_blocks * part) / PARTS;
   }
 };
 

@@ -13,11 +13,9 @@ __device__ __forceinline__ u64 digits_descriptor(u32 lower) {
 // Digits of a group of 32 columns as operand B: what stands for them in a register, and how far the next group's are.
 constexpr u32 DIGITS_STEP = 16 * NT;  // descriptors count in 16 bytes
 __device__ __forceinline__ u32 digits_operand(u32 address) { return address >> 4 | (128 >> 4) << 16; }
-__device__ __forceinline__ u32 begin_products(u32 digits) {
-  const u32 uniform = __shfl_sync(~0u, digits, 0);
-  wgmma_fence();
-  return uniform;
-}
+// Descriptors are reckoned on the uniform pipe, from a value that the compiler sees to be the warp's.
+__device__ __forceinline__ u32 uniform_digits(u32 digits) { return __shfl_sync(~0u, digits, 0); }
+__device__ __forceinline__ void begin_products() { wgmma_fence(); }
 __device__ __forceinline__ void end_products() { wgmma_commit(); }
 __device__ __forceinline__ void wait_for_products() { wgmma_wait<0>(); }
 

@@ -21,14 +21,17 @@
 //               by the host
 //
 // Schedule. Bytes should bind, so everything serves the stream of weights. A block owns a contiguous, balanced range of the
-// rows of all touched experts, in units of 16, and goes through it in tiles of 64. One warp brings tiles into a ring of
+// rows of all touched experts, in tiles of 64 rows, and goes through it. One warp brings tiles into a ring of
 // slots, a part of the columns each; when its gate/up rows are issued it goes on with its down rows, while the others wait
-// for the grid-wide barrier between the projections. SHARES warpgroups of consumers share the columns of every slot: a
-// warp has 16 rows, turns codes into FP8 in registers, multiplies them by the activations in shared memory, a group of 32
-// columns a WGMMA, elsewhere an mma.sync, and scales the group's sums (decode_multiply.cuh). Activations become FP8 digits once a block and expert
-// (decode_digits.cuh, docs/adr/0010-fp8-digits.md): the first expert's by the consumers, the next ones' ahead of time by three
-// warps. Four warps add the consumers' sums in fixed order, apply bias, activation or router weight, and store; whoever stores
-// the last part of 16 output columns adds up the slots there.
+// for the grid-wide barrier between the projections. Where few experts are touched there are two ranges, one in each half of
+// them: gate/up of both, then down of both, so that the rows of H of the first are there before anybody wants them, and
+// those of the second on their way while the first's are multiplied. SHARES warpgroups of consumers share the columns of every
+// slot: a warp has 16 rows, turns codes into FP8 in registers, multiplies them by the activations in shared memory, a group of
+// 32 columns a WGMMA, elsewhere an mma.sync, and scales the group's sums (decode_multiply.cuh). Activations become FP8 digits
+// once a block and expert (decode_digits.cuh, docs/adr/0010-fp8-digits.md): the first expert's by the consumers, the next
+// ones' ahead of time by three warps; those of few tokens once for all experts. Four warps add the consumers' sums in fixed
+// order, apply bias, activation or router weight, and store; whoever stores the last part of 16 output columns adds up the
+// slots there.
 // Gate row i and up row i meet in one lane: the activation needs no exchange.
 //
 // INT4 keeps the blocks, their shares, the ring and the ends; what differs is in decode_int4.cuh. Its products are `mma.sync`
@@ -79,18 +82,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_project(const __
   let_later_kernels_start();
   start_barriers(p, shared + AT_BARRIERS);
   wait_for_earlier_kernels();
+  const RowsReady ready(p.counters, shared);  // there is only one phase
   fetch_activations(p);
   const Routes routes = sort_routes(p, memory);
-  const int warp = threadIdx.x >> 5;
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   if (warp < HELPERS) {
     give_registers<HELPER_REGISTERS>();
     Turn turn, scales;
     if (warp == 0) copy_rows<Down>(p, routes, shared, turn, scales, evict_first());
-    else finish_rows<Down>(p, routes, warp - 1, shared, turn);
+    else finish_rows<Down>(p, routes, ready, warp - 1, shared, turn);
   } else {
     take_registers<CONSUMER_REGISTERS>();
     ConsumerTurns turn;
-    multiply_rows<Down>(p, routes, warp - HELPERS, shared, turn);
+    multiply_rows<Down>(p, routes, ready, warp - HELPERS, shared, turn);
   }
 }
 #else
@@ -101,9 +105,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
   start_barriers(p, shared + AT_BARRIERS);
   wait_for_earlier_kernels();
   fetch_activations(p);
-  const GridBarrier rows_ready(p.counters);
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
+  const RowsReady ready(p.counters, shared);
+  if (warp == 1) ready.read_before();
+#if !MXK_FORMAT
+  if (warp >= HELPERS && few_tokens(p)) make_digits_of_tokens(p, threadIdx.x - HELPERS * 32, shared);
+#endif
   const Routes routes = sort_routes(p, memory);
-  const int warp = threadIdx.x >> 5;
   if (warp < HELPERS) {
     give_registers<HELPER_REGISTERS>();
     if (warp == 0) {
@@ -115,17 +123,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
     } else if (warp <= DIGIT_WARPS) {
       Turn turn;
       const u32 thread = threadIdx.x - 32;
-      make_more_digits<GateUp>(p, routes, thread, shared, turn);
-      rows_ready.wait<3, TEAM>(thread);
-      make_more_digits<Down>(p, routes, thread, shared, turn);
+      make_more_digits<GateUp>(p, routes, ready, thread, shared, turn);
+      make_more_digits<Down>(p, routes, ready, thread, shared, turn);
 #endif
     } else {
       Turn turn;
       const u32 unit = warp - 1 - DIGIT_WARPS;
-      finish_rows<GateUp>(p, routes, unit, shared, turn);
-      team_sync<1, EPILOGUE * 32>();
-      if (unit == 0 && (threadIdx.x & 31) == 0) rows_ready.arrive();  // releases what the others wrote before the sync
-      finish_rows<Down>(p, routes, unit, shared, turn);
+      load_router(p, memory, threadIdx.x - (1 + DIGIT_WARPS) * 32);
+      finish_rows<GateUp>(p, routes, ready, unit, shared, turn);
+      finish_rows<Down>(p, routes, ready, unit, shared, turn);
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();
@@ -133,14 +139,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
     ConsumerTurns turn;
     clear_absent(p, routes, thread, CONSUMERS * 32);
 #if MXK_FORMAT
-    multiply_rows<GateUp>(p, routes, warp - HELPERS, shared, turn);
-    rows_ready.wait<2, CONSUMERS * 32>(thread);
-    multiply_rows<Down>(p, routes, warp - HELPERS, shared, turn);
+    multiply_rows<GateUp>(p, routes, ready, warp - HELPERS, shared, turn);
+    multiply_rows<Down>(p, routes, ready, warp - HELPERS, shared, turn);
 #else
     const int share = (warp - HELPERS) / 4;
-    multiply_rows<GateUp>(p, routes, share, warp % 4, shared, turn);
-    rows_ready.wait<2, CONSUMERS * 32>(thread);
-    multiply_rows<Down>(p, routes, share, warp % 4, shared, turn);
+    multiply_rows<GateUp>(p, routes, ready, share, warp % 4, shared, turn);
+    multiply_rows<Down>(p, routes, ready, share, warp % 4, shared, turn);
 #endif
   }
 }

@@ -117,7 +117,7 @@ def heuristic(problem: Problem) -> Schedule:
     most_rows = _SHORT_DOWN_ROWS if short else _DECODE_ROWS
     if problem.weight_format == "mxfp4" and (rows <= most_rows or _few(problem)):
         for column_tiles in (1, 2) if rows <= _ONE_TILE_ROWS else (2, 1):
-            for groups in (3, 2) if short and column_tiles == 1 else (2,):
+            for groups in (3, 2) if column_tiles == 1 and _third_group_is_free(problem) else (2,):
                 macros = decode_macros(problem, groups, column_tiles)
                 if macros is not None:
                     return Schedule("decode", macros)
@@ -194,7 +194,7 @@ DECODE_SPLITS = ((2, 1), (3, 1), (2, 2), (3, 2))
 # As measured (docs/performance/h200.md), by the mean of an expert's rows and the values of a row of w2.
 _ONE_TILE_ROWS = 3  # up to here streaming the few with more than four twice costs less than eight at once
 _DECODE_ROWS = 5.5  # kimi at 5.3: 423 us, by prefill 470; beyond, many an expert would be streamed twice
-_SHORT_DOWN_ROW = 1024  # a third warpgroup gains 2 % up to here and loses on longer rows
+_SHORT_DOWN_ROW = 1024  # values of a row of w2
 _SHORT_DOWN_ROWS = 4  # glm at 4: 283 us, by prefill 290; at 8: 386, 289
 _CHUNK, _SHORT_CHUNKS = 32, (16, 8)  # MXK_CHUNK's default, and for devices with less shared memory
 _MOST_HIDDEN = 15360  # the decode kernel counts output columns
@@ -216,15 +216,36 @@ def decode_macros(problem: Problem, groups: int, column_tiles: int) -> tuple[tup
     macros = ("groups", groups), ("column_tiles", column_tiles), ("max_routes", room)
     limit = problem.kind.shared_bytes
     for chunk in (_CHUNK, *(_SHORT_CHUNKS if limit < HOPPER.shared_bytes else ())):
-        if _decode_shared(problem, groups, column_tiles, room, chunk) <= limit:
+        shortest = _decode_bytes(problem, groups, column_tiles, room, chunk, buffers=1, ring=2)
+        if _round_up(shortest, 128) <= limit:
             return macros if chunk == _CHUNK else (*macros, ("chunk", chunk))
     return None
 
 
-def _decode_shared(
-    problem: Problem, groups: int, column_tiles: int, max_routes: int, chunk_groups: int
+def _third_group_is_free(problem: Problem) -> bool:
+    """Whether a third warpgroup leaves the room for a second buffer of activations, if there is any.
+
+    Where it does, it is 1 to 4 % faster; dsv41, with one buffer instead of two, was up to 10 % slower. Not
+    measured where there is less shared memory than Hopper's.
+    """
+    limit = problem.kind.shared_bytes
+    two, three = (_decode_bytes(problem, groups, 1, 256, _CHUNK, buffers=2, ring=3) for groups in (2, 3))
+    return limit >= HOPPER.shared_bytes and (three <= limit or two > limit)
+
+
+def _decode_bytes(
+    problem: Problem,
+    groups: int,
+    column_tiles: int,
+    max_routes: int,
+    chunk_groups: int,
+    buffers: int,
+    ring: int,
 ) -> int:
-    """Bytes of shared memory that moe_decode.cu needs, at most: one buffer of activations, the shortest ring."""
+    """Bytes of shared memory that moe_decode.cu takes, before it rounds them up to 128.
+
+    Beside a ring of 3 there are three places for scales, else two.
+    """
     slot = digits = scales = 0
     for size in (problem.hidden_size, problem.intermediate_size):
         columns = size // 32  # in groups that share a scale
@@ -233,10 +254,15 @@ def _decode_shared(
         chunk = -(-batches // -(-columns // chunk_groups)) * batch
         slot = max(slot, 64 * 16 * (chunk | 1))
         digits = max(digits, batches * batch * 256 * column_tiles)
-        scales = max(scales, 64 * (columns + 16))
+        rows = 64 * (columns + 16) if columns % 16 == 0 else 2 * _round_up(32 * columns + 15, 16)
+        scales = max(scales, _round_up(rows, 128))
     sums = 2 * groups * 4 * 256 * column_tiles
-    lists = 8 * problem.num_experts + 16 * max_routes + 1024
-    return 2 * slot + digits + 2 * scales + sums + lists
+    lists = 2 * _round_up(4 * problem.num_experts, 16) + 16 * max_routes + 96 * column_tiles + 400
+    return ring * slot + buffers * digits + (3 if ring > 2 else 2) * scales + sums + lists
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
 
 
 def _decode_batch(columns: int, groups: int, column_tiles: int) -> int:

@@ -30,6 +30,7 @@ class Fault:
     said: str | None = None
     schedule: str = DECODE
     processors: int = 2
+    num_tokens: int = 20
     slow: bool = False
 
 
@@ -59,11 +60,22 @@ FAULTS = {
         "without a fence.proxy.async",
     ),
     "no wait for products": Fault("decode_wgmma.cuh", "wgmma_wait<0>();", ""),
-    "no fence of registers": Fault("decode_wgmma.cuh", "  wgmma_fence();", "", "without a wgmma.fence", slow=True),
+    "no fence of registers": Fault("decode_wgmma.cuh", "{ wgmma_fence(); }", "{}", "without a wgmma.fence", slow=True),
     "registers": Fault(
         "decode.cuh", "(CONSUMERS * 32) / 8 * 8;", "(CONSUMERS * 32) / 8 * 8 + 8;", "setmaxnreg", slow=True
     ),
-    "no barrier of the grid": Fault("moe_decode.cu", "rows_ready.wait<2, CONSUMERS * 32>(thread);", "", processors=6),
+    "no barrier of the grid": Fault(
+        "decode_multiply.cuh", "if (!P::PAIRS) ready.wait<2, CONSUMERS * 32>(walk.part(), thread);", "",
+        processors=9, num_tokens=4
+    ),
+    "a part's arrival before its rows": Fault(
+        "decode_finish.cuh", "const int end = more ? next.part() : PARTS;", "const int end = PARTS;",
+        processors=9, num_tokens=4
+    ),
+    "units never counted": Fault("decode_finish.cuh", "|| (!more && stored.count > 0)", ""),
+    "position for token": Fault(
+        "decode_finish.cuh", "(lane - q + token % 4) * 8", "lane * 8", num_tokens=4, slow=True
+    ),
     "team": Fault(
         "decode_digits.cuh", "constexpr u32 TEAM = DIGIT_WARPS * 32;", "constexpr u32 TEAM = DIGIT_WARPS * 32 + 32;",
         "bar.sync 3", slow=True
@@ -90,10 +102,12 @@ FAULTS = {
 }  # fmt: skip
 
 
-def run(schedule: str, sources: Path | None = None, processors: int = 2) -> tuple[float, emulator.Machine]:
+def run(
+    schedule: str, sources: Path | None = None, processors: int = 2, num_tokens: int = 20
+) -> tuple[float, emulator.Machine]:
     """rel_l2, in units of what is allowed, of a call that is long enough for every ring to turn; and the device."""
     case = random_case(
-        num_tokens=20,
+        num_tokens=num_tokens,
         num_experts=3,
         hidden_size=736,
         intermediate_size=96,
@@ -140,7 +154,11 @@ def test_without_a_fault_results_are_right(schedule: str) -> None:
 def seen(fault: Fault, sources: Path) -> str:
     """What shows the fault; empty if nothing does."""
     try:
-        return "" if run(fault.schedule, sources, fault.processors)[0] <= 1 else "a wrong result"
+        return (
+            ""
+            if run(fault.schedule, sources, fault.processors, fault.num_tokens)[0] <= 1
+            else "a wrong result"
+        )
     except emulator.EmulatorError as said:
         return str(said)
 

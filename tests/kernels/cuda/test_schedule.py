@@ -52,7 +52,7 @@ def problem(row: str, num_tokens: int) -> Problem:
 @pytest.mark.parametrize(
     ("row", "num_tokens", "start"),
     [
-        ("kimi", 8, "decode:groups=2,column_tiles=1,"),
+        ("kimi", 8, "decode:groups=3,column_tiles=1,"),
         ("kimi", 32, "decode:groups=2,column_tiles=2,"),
         ("kimi", 64, "prefill:"),
         ("dsv41", 16, "decode:groups=2,column_tiles=1,"),
