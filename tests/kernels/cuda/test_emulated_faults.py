@@ -81,7 +81,7 @@ FAULTS = {
         "bar.sync 3", slow=True
     ),
     "routes unsorted": Fault(
-        "decode_routes.cuh", "  __syncthreads();\n  if (by_all) {\n    for (int r", "  if (by_all) {\n    for (int r",
+        "decode_routes.cuh", "  __syncthreads();\n  if (BY_ALL) {\n    for (int r", "  if (BY_ALL) {\n    for (int r",
         slow=True
     ),
     "swizzle": Fault("rows.cuh", "(c ^ (row & 7)) * 16", "c * 16", schedule=PREFILL),
