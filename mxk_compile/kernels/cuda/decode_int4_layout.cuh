@@ -103,11 +103,3 @@ constexpr int AT_LISTS = AT_OFFSETS + round_up(4 * E, 16);
 constexpr int AT_ROUTER = AT_LISTS + LIST_BYTES;  // fp32
 constexpr int AT_COUNTS_OF = AT_ROUTER + ROUTER_BYTES;
 constexpr int AT_END = AT_COUNTS_OF + COUNT_BYTES;
-constexpr int SHARED = round_up(AT_END + 16, 128);
-static_assert(STAGES >= 2 && SHARED <= SHARED_LIMIT, "shared memory of a block");
-
-// The barriers of a block: full and empty of each ring.
-constexpr int AT_SLOT_FULL = 0, AT_SLOT_EMPTY = AT_SLOT_FULL + 8 * STAGES, AT_SCALES_EMPTY = AT_SLOT_EMPTY + 8 * STAGES;
-constexpr int AT_DIGITS_FULL = AT_SCALES_EMPTY + 8 * SCALE_STAGES, AT_DIGITS_EMPTY = AT_DIGITS_FULL + 8 * BUFFERS;
-constexpr int AT_SUMS_FULL = AT_DIGITS_EMPTY + 8 * BUFFERS, AT_SUMS_EMPTY = AT_SUMS_FULL + 8 * SUM_STAGES;
-static_assert(AT_SUMS_EMPTY + 8 * SUM_STAGES <= BARRIERS, "barriers");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,21 +45,9 @@ class Matrix:
         word = 4 if self.box_bytes <= 4 * _MOST_WORDS else 8  # `Projection::WORD` of decode.cuh
         kinds = driver.CUtensorMapDataType
         kind = kinds.CU_TENSOR_MAP_DATA_TYPE_UINT32 if word == 4 else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT64
-        sizes = (self.row_bytes // word, self.rows, experts)
-        encoded = driver.cuTensorMapEncodeTiled(
-            kind,
-            len(sizes),
-            address,
-            [driver.cuuint64_t(size) for size in sizes],
-            [driver.cuuint64_t(stride) for stride in (row_stride, expert_stride)],
-            [driver.cuuint32_t(size) for size in (self.box_bytes // word, self.box_rows, 1)],
-            [driver.cuuint32_t(1)] * len(sizes),
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-        return ctypes.string_at(ask(encoded).getPtr(), MAP_BYTES)
+        sizes, box = (self.row_bytes // word, self.rows, experts), (self.box_bytes // word, self.box_rows)
+        swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
+        return _encoded(kind, address, sizes, (row_stride, expert_stride), box, swizzle)
 
 
 def of_rows(address: int, sizes: tuple[int, int, int], strides: tuple[int, int], box_rows: int) -> bytes:
@@ -72,16 +61,32 @@ def of_rows(address: int, sizes: tuple[int, int, int], strides: tuple[int, int],
     """
     from cuda.bindings import driver
 
+    kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+    return _encoded(kind, address, sizes, strides, (64, box_rows), swizzle)
+
+
+def _encoded(
+    kind: Any,
+    address: int,
+    sizes: tuple[int, int, int],
+    strides: tuple[int, int],
+    box: tuple[int, int],
+    swizzle: Any,
+) -> bytes:
+    """A map of matrices; sizes and box, which is of one matrix, in elements of `kind`, strides in bytes."""
+    from cuda.bindings import driver
+
     encoded = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        kind,
         len(sizes),
         address,
         [driver.cuuint64_t(size) for size in sizes],
         [driver.cuuint64_t(stride) for stride in strides],
-        [driver.cuuint32_t(size) for size in (64, box_rows, 1)],
+        [driver.cuuint32_t(size) for size in (*box, 1)],
         [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
