@@ -24,7 +24,7 @@ from mxk_compile.integrations import transformers as models
 from mxk_compile.integrations.stock_experts import StockExperts, stock_experts
 from mxk_compile.ops import moe
 from mxk_compile.passes import Report
-from mxk_compile.testing import machine, rel_l2
+from mxk_compile.testing import machine, rel_l2, settle_vector_math
 
 HELD_OUT_FILE = "held_out.txt"
 """Text that the model was not trained on, where its folder has some."""
@@ -130,6 +130,7 @@ def _has_compiler() -> bool:
 
 def run_demo(folder: Path, prompt: str, new_tokens: int, profile: bool, out: Any = None) -> None:
     """Runs everything and prints it to `out` (stdout); raises MxkError for a folder that cannot be loaded."""
+    settle_vector_math()
     model = models.load(folder)
     num_threads = torch.get_num_threads()
     if sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) < _ONE_THREAD_BYTES:

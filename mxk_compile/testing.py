@@ -47,6 +47,18 @@ def most_rel_l2(expected: Tensor) -> float:
     return cost if MAX_REL_L2 < cost < float("inf") else MAX_REL_L2
 
 
+def settle_vector_math() -> None:
+    """Makes a process's first `exp`, `cos` and their like on the CPU as exact as the later ones.
+
+    The MKL that torch's wheels carry picks its kernel at a function's first call. Where two threads make that call at
+    once, one of them may run a kernel good to about 12 bits (pytorch issue 188792); one element has one thread.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)
+        for function in (torch.cos, torch.erf, torch.exp, torch.log, torch.sin, torch.sqrt, torch.tanh):
+            function(one)
+
+
 def _cpuinfo() -> list[str]:
     path = pathlib.Path("/proc/cpuinfo")
     return path.read_text().splitlines() if path.exists() else []

@@ -14,6 +14,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from mxk_compile.testing import settle_vector_math  # noqa: E402
+
+settle_vector_math()  # references are what torch computes at first
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
