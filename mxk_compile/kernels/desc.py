@@ -24,6 +24,7 @@ class MoEDesc:
         group_sizes: values that share a scale, in w13 (along K) and w2 (along I).
         weight_format, pack_dim, row_order, activation, per_route: as in the schema of `mxk::moe`.
         bias: whether w13 or w2 has a bias.
+        device_index: which of the devices of that type; None where there is one, or for the current one.
     """
 
     device: str
@@ -39,6 +40,7 @@ class MoEDesc:
     activation: str
     bias: bool = False
     per_route: bool = False
+    device_index: int | None = None
 
     @classmethod
     def from_call(cls, hidden_states: Tensor, *args: Any, **attributes: Any) -> MoEDesc:
@@ -52,6 +54,7 @@ class MoEDesc:
             row_order=attributes["row_order"],
             activation=attributes["activation"],
             per_route=attributes.get("per_route", False),
+            device_index=hidden_states.device.index,
         )
 
     def __str__(self) -> str:

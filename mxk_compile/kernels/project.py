@@ -65,7 +65,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def _judge(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any) -> str | None:
     """None if the CUDA kernels run a call, else the reason; raises CallError if the call is malformed."""
     check_project(overload, out, x, *args, **attributes)
-    missing = cuda.unavailable()
+    missing = cuda.unavailable(out.get_device())
     if missing is not None:
         return f"CUDA kernels: {missing}"
     return grouped.refusal(overload, out, x, *args, **attributes)

@@ -30,13 +30,13 @@ from mxk_compile.ops.formats import mxfp4
 from mxk_compile.ops.moe import Weights
 
 
-def unavailable() -> str | None:
-    """None if the current device and this installation can run the kernels, else the reason."""
+def unavailable(device: int | None = None) -> str | None:
+    """None if a device, by default the current one, and this installation can run the kernels, else the reason."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     if torch.version.hip is not None:  # some of whose devices say 9.0 too
         return "torch was built for ROCm; allowed: CUDA"
-    return devices.refusal() or build.missing()
+    return devices.refusal(device) or build.missing()
 
 
 def supports(desc: MoEDesc) -> str | None:
@@ -49,7 +49,7 @@ def supports(desc: MoEDesc) -> str | None:
     elif desc.num_experts > prefill.MOST_EXPERTS or not 1 <= desc.top_k <= prefill.MOST_TOP_K:
         reason = f"E = {desc.num_experts}, k = {desc.top_k}; allowed: E up to 1024, k of 1 to 64"
     else:
-        missing = unavailable()
+        missing = unavailable(desc.device_index)
         if missing is None:
             return None
         reason = missing
@@ -58,13 +58,13 @@ def supports(desc: MoEDesc) -> str | None:
 
 def config(desc: MoEDesc) -> KernelConfig:
     """The kernel that runs `desc`; its schedule depends on the number of tokens."""
-    return KernelConfig("cuda", "nvrtc", devices.served().architecture)
+    return KernelConfig("cuda", "nvrtc", devices.served(desc.device_index).architecture)
 
 
-def plan(desc: MoEDesc, num_tokens: int, device: int | None = None) -> Schedule:
-    """What runs a call with this many tokens on a device, by default the current one."""
+def plan(desc: MoEDesc, num_tokens: int) -> Schedule:
+    """What runs a call with this many tokens."""
     sizes = (desc.num_experts, desc.intermediate_size, desc.hidden_size, desc.top_k)
-    name, kind = torch.cuda.get_device_name(device), devices.served(device)
+    name, kind = torch.cuda.get_device_name(desc.device_index), devices.served(desc.device_index)
     return choose(Problem(name, desc.weight_format, *sizes, num_tokens, kind))
 
 
@@ -133,7 +133,7 @@ class Prepared:
                 FLOATS[topk_weights.dtype],
                 x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0,
             )
-            chosen = schedule or plan(desc, num_tokens, device)
+            chosen = schedule or plan(desc, num_tokens)
             room = chosen.has_room(num_tokens * desc.top_k)
             if chosen.kernel == "decode" and not (room and decode.runs(call, chosen.macros)):
                 rows = num_tokens * desc.top_k / desc.num_experts
@@ -167,6 +167,6 @@ class Prepared:
 def mxfp4_dequant(weight: Tensor, scale: Tensor) -> Tensor:
     """`mxk::mxfp4_dequant` on a CUDA device; where the kernel cannot run, torch's table look-up of ops/formats."""
     shape = check_dequant(weight, scale)
-    if shape[-1] % mxfp4.BLOCK or unavailable() is not None:
+    if shape[-1] % mxfp4.BLOCK or unavailable(weight.get_device()) is not None:
         return mxfp4.unpack(weight, scale, torch.bfloat16)
     return dequant.dequant(weight, scale)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from mxk_compile.errors import KernelError
-from mxk_compile.kernels import MoEDesc, select, supports
+from mxk_compile.kernels import MoEDesc, project, select, supports
 from mxk_compile.kernels.cuda import build, devices
 from mxk_compile.settings import Settings
+from mxk_compile.testing import random_case
 
 GOOD = MoEDesc(
     device="cuda",
@@ -109,6 +113,33 @@ def test_the_current_device_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (8, 9))
     with pytest.raises(KernelError, match=r"compute capability 8\.9"):
         devices.served()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_device_of_the_tensors_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the current one is: of a Hopper and a device that is not served, and of two kinds that are."""
+    kinds = {None: (8, 9), 0: (8, 9), 1: (9, 0), 2: (12, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", kinds.__getitem__)
+    monkeypatch.setattr(devices, "settings", Settings(cuda_unmeasured=True))
+    reason = "CUDA kernels: some device has compute capability 8.9; allowed: 9.0 (Hopper)"
+    case = random_case()
+    attributes = {"weight_format": "mxfp4", "top_k": 1}
+
+    def on(index: int, *tensors: Tensor | None) -> list[Tensor | None]:
+        like = functools.partial(torch.empty_like, device=f"cuda:{index}")
+        return [None if tensor is None else like(tensor) for tensor in tensors]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        descs = [
+            MoEDesc.from_call(*on(index, *case.routing, *case.weights), **case.attributes)
+            for index in range(3)
+        ]
+        weight = case.w2, case.w2_scale
+        rows = torch.empty(4, case.w2.shape[1]), torch.empty(4, 2 * case.w2.shape[2])
+        call = *(part.bfloat16() for part in rows), case.topk_ids[:, :1], *weight
+        judged = [project._judge("routes", *on(index, *call), **attributes) for index in range(3)]
+    assert [supports(desc) for desc in descs] == judged == [reason, None, None]
+    assert [str(select(desc)) for desc in descs[1:]] == ["cuda/nvrtc/sm_90a", "cuda/nvrtc/sm_120a"]
 
 
 def test_without_the_bindings_the_reason_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

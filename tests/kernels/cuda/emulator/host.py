@@ -118,7 +118,7 @@ def use(
                 },
             )
         patch(driver, _driver=lambda: machine)
-        patch(cuda, unavailable=lambda: None)
+        patch(cuda, unavailable=lambda device=None: None)
         patch(devices, refusal=lambda index=None: None)
         patch(nvrtc_build, _lock=nothing(), read_cached=lambda path: None, _write=lambda path, code: None)
         if sources is not None:
