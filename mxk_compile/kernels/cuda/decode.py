@@ -18,24 +18,30 @@ from mxk_compile.kernels.cuda.int4_splits import Split, Weight
 from mxk_compile.kernels.cuda.operands import OPERAND, Call, Format, activation, row_bytes
 from mxk_compile.kernels.empty import maker
 
-# struct Decode of decode.cuh; of a layer's call, only addresses change.
+# struct Decode of decode.cuh. From call to call only addresses change: of a layer seven, of a projection two more.
 MAPS = 4 * maps.MAP_BYTES
 DECODE = struct.Struct(f"={MAPS}s3Q7Q{OPERAND * 8}8q15i2f44x")  # the end fills its alignment of 64
-_CHANGING = ((struct.calcsize(f"={MAPS}s3Q"), struct.Struct("=7Q")),)
+_CHANGING = {
+    "moe_decode": (struct.calcsize(f"={MAPS}s3Q"), struct.Struct("=7Q")),
+    "decode_project": (struct.calcsize(f"={MAPS}sQ"), struct.Struct("=9Q")),
+}
 _COUNTER_BYTES = 4096  # COUNTER_BYTES of decode.cuh
 _MOST_COUNTERS = 4096  # of a device: one a stream, and one a launch in a CUDA graph
 
 
 @functools.cache
-def _library(macros: tuple[tuple[str, int], ...], device: Device) -> Library:
-    return Library(build("moe_decode.cu", dict(macros), device))
-
-
-@functools.cache
-def _kernel(macros: tuple[tuple[str, int], ...], device: Device) -> Kernel:
-    library = _library(macros, device)
-    threads, shared = library.constant("decode_threads"), library.constant("decode_shared")
-    return Kernel(library.kernel("moe_decode"), DECODE, _CHANGING, threads, shared, cooperative=True)
+def kernel_and_boxes(
+    name: str, macros: tuple[tuple[str, int], ...], device: Device
+) -> tuple[Kernel, tuple[int, int, int, int]]:
+    """A kernel of moe_decode.cu, and the bytes of a row of a box: of w13, its scales, w2 and its scales; 0: no box."""
+    library = Library(build("moe_decode.cu", dict(macros), device))
+    constants = ("threads", "shared", "box13", "scales13", "box2", "scales2")
+    threads, shared, *boxes = (library.constant(f"decode_{constant}") for constant in constants)
+    cooperative = name == "moe_decode"  # its blocks wait for each other
+    kernel = Kernel(
+        library.kernel(name), DECODE, (_CHANGING[name],), threads, shared, cooperative=cooperative
+    )
+    return kernel, (boxes[0], boxes[1], boxes[2], boxes[3])
 
 
 def runs(call: Call, macros: tuple[tuple[str, int], ...]) -> bool:
@@ -67,8 +73,8 @@ def _formats(call: Call) -> tuple[Format, Format]:
     )
 
 
-def _encoded_maps(call: Call, library: Library) -> tuple[bytes, Tensor | None]:
-    """Of w13, its scales, w2 and its scales, as `maps.encode` has them."""
+def _encoded_maps(call: Call, boxes: tuple[int, int, int, int]) -> tuple[bytes, Tensor | None]:
+    """Of w13, its scales, w2 and its scales, as `maps.encode` has them; boxes: as `kernel_and_boxes` has them."""
     desc, operands = call.desc, call.operands
     if not operands.aligned(desc):
         return bytes(MAPS), None
@@ -76,7 +82,6 @@ def _encoded_maps(call: Call, library: Library) -> tuple[bytes, Tensor | None]:
     apart = 2 if desc.row_order == "separate" else 1  # matrices of an expert
     sizes13, sizes2 = (experts * apart, 2 * intermediate // apart), (experts, hidden)
     box13 = 16 if desc.row_order == "interleaved" else 8  # gate and up rows that lie apart are copied apart
-    box = {name: library.constant(f"decode_{name}") for name in ("box13", "scales13", "box2", "scales2")}
     scales13, scales2 = (
         row_bytes(size, group, scale, mxfp4=desc.weight_format == "mxfp4")[0]
         for size, group, scale in zip(
@@ -84,10 +89,10 @@ def _encoded_maps(call: Call, library: Library) -> tuple[bytes, Tensor | None]:
         )
     )
     matrices = (
-        maps.Matrix(operands.w13, *sizes13, hidden // 2, box13, box["box13"]),
-        maps.Matrix(operands.s13, *sizes13, scales13, box13, box["scales13"]),
-        maps.Matrix(operands.w2, *sizes2, intermediate // 2, 16, box["box2"]),
-        maps.Matrix(operands.s2, *sizes2, scales2, 16, box["scales2"]),
+        maps.Matrix(operands.w13, *sizes13, hidden // 2, box13, boxes[0]),
+        maps.Matrix(operands.s13, *sizes13, scales13, box13, boxes[1]),
+        maps.Matrix(operands.w2, *sizes2, intermediate // 2, 16, boxes[2]),
+        maps.Matrix(operands.s2, *sizes2, scales2, 16, boxes[3]),
     )
     return maps.encode(matrices, call.device)
 
@@ -170,9 +175,8 @@ class Decode:
             **(dict(_formats(call)[0].macros_of_codes) if desc.weight_format != "mxfp4" else {}),
         }
         given = tuple(sorted((chosen | settled).items()))
-        device = served(call.device)
-        kernel = _kernel(given, device)
-        encoded, self._maps = _encoded_maps(call, _library(given, device))
+        kernel, boxes = kernel_and_boxes("moe_decode", given, served(call.device))
+        encoded, self._maps = _encoded_maps(call, boxes)
         parts = (
             operands.w13,
             operands.s13,

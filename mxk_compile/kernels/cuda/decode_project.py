@@ -5,30 +5,19 @@ Rows are sorted by every block for itself; nothing is read back, and rows of `ou
 
 from __future__ import annotations
 
-import functools
-import struct
 from typing import Any
 
 from torch import Tensor
 
 from mxk_compile.kernels.cuda import maps
-from mxk_compile.kernels.cuda.build import build
-from mxk_compile.kernels.cuda.decode import DECODE, MAPS
+from mxk_compile.kernels.cuda.decode import DECODE, MAPS, kernel_and_boxes
 from mxk_compile.kernels.cuda.devices import Device, served
-from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
+from mxk_compile.kernels.cuda.driver import multiprocessors
 from mxk_compile.kernels.cuda.int4_splits import Split, Weight
 from mxk_compile.kernels.cuda.operands import ABSENT, Format, Operand, row_bytes
 from mxk_compile.kernels.cuda.schedule import Schedule
 
-_CHANGING = ((struct.calcsize(f"={MAPS}sQ"), struct.Struct("=9Q")),)
 _KINDS = {"routes": 1, "sorted": 2, "masked": 3}  # MXK_PROJECT
-
-
-@functools.cache
-def _kernel(macros: tuple[tuple[str, int], ...], device: Device) -> tuple[Kernel, Library]:
-    library = Library(build("moe_decode.cu", dict(macros), device))
-    threads, shared = library.constant("decode_threads"), library.constant("decode_shared")
-    return Kernel(library.kernel("decode_project"), DECODE, _CHANGING, threads, shared), library
 
 
 def weight_of(columns: int, groups: int, parts: tuple[Operand, ...]) -> Weight:
@@ -98,14 +87,11 @@ class DecodeProjection:
             "MXK_TOP_K": first.shape[1] if overload == "routes" else 1,
             "MXK_X_ALIGNED": int(x_aligned),
         }
-        kernel, library = _kernel(tuple(sorted(given.items())), served(device))
+        macros = tuple(sorted(given.items()))
+        kernel, (*_, box, scale_box) = kernel_and_boxes("decode_project", macros, served(device))
         matrices = (
-            maps.Matrix(
-                parts[0], num_experts, outputs, weight.columns // 2, 16, library.constant("decode_box2")
-            ),
-            maps.Matrix(
-                parts[1], num_experts, outputs, weight.scale_bytes, 16, library.constant("decode_scales2")
-            ),
+            maps.Matrix(parts[0], num_experts, outputs, weight.columns // 2, 16, box),
+            maps.Matrix(parts[1], num_experts, outputs, weight.scale_bytes, 16, scale_box),
         )
         encoded, _ = maps.encode(matrices, device)
         x_stride, x_inner, out_stride = strides

@@ -10,7 +10,6 @@ from mxk_compile.errors import KernelError
 from mxk_compile.settings import settings
 
 _MULTIPLY = {"wgmma": 0, "mma": 1, "tcgen05": 2}  # MXK_MULTIPLY of hopper.cuh
-_ROOMY = 200 * 1024  # as ROOMY of prefill.cuh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +20,14 @@ class Device:
         architecture: that sources are compiled for; the suffix a: with wgmma or tcgen05, and setmaxnreg.
         multiply: the tensor cores' instruction: "wgmma", "mma", or "tcgen05" for many rows and "mma" for few.
         shared_bytes: of shared memory that a block may take (CUDA C++ Programming Guide, "Compute Capabilities").
+        most_rows: of the largest tile of prefill.cu, of which two stages must fit into that.
         measured: whether the kernels ran on one. Otherwise they were compiled, and emulated on a CPU.
     """
 
     architecture: str
     multiply: str
     shared_bytes: int
+    most_rows: int
     measured: bool = False
 
     def __str__(self) -> str:
@@ -40,19 +41,14 @@ class Device:
             return {}
         return {"MXK_MULTIPLY": _MULTIPLY[self.multiply], "MXK_SHARED": self.shared_bytes}
 
-    @property
-    def most_rows(self) -> int:
-        """Rows of the largest tile of prefill.cu: two of its stages must fit."""
-        return 176 if self.shared_bytes >= _ROOMY else 96
 
-
-HOPPER = Device("sm_90a", "wgmma", 227 * 1024, measured=True)
+HOPPER = Device("sm_90a", "wgmma", 227 * 1024, 176, measured=True)
 DEVICES = {
     (9, 0): HOPPER,
-    (10, 0): Device("sm_100a", "tcgen05", 227 * 1024),  # B200, GB200
-    (10, 3): Device("sm_103a", "tcgen05", 227 * 1024),  # B300, GB300
-    (12, 0): Device("sm_120a", "mma", 99 * 1024),  # RTX PRO 6000 Blackwell, RTX 50
-    (12, 1): Device("sm_121a", "mma", 99 * 1024),  # GB10
+    (10, 0): Device("sm_100a", "tcgen05", 227 * 1024, 176),  # B200, GB200
+    (10, 3): Device("sm_103a", "tcgen05", 227 * 1024, 176),  # B300, GB300
+    (12, 0): Device("sm_120a", "mma", 99 * 1024, 96),  # RTX PRO 6000 Blackwell, RTX 50
+    (12, 1): Device("sm_121a", "mma", 99 * 1024, 96),  # GB10
 }
 """By compute capability."""
 
