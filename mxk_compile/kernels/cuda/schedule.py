@@ -46,7 +46,7 @@ class Problem:
     hidden_size: int
     top_k: int
     num_tokens: int
-    kind: Device = HOPPER
+    kind: Device
 
     @property
     def rows_per_expert(self) -> float:
@@ -156,8 +156,8 @@ class Product:
     rows: float
     even: bool
     routes: int
-    most_rows: int = 0
-    kind: Device = HOPPER
+    most_rows: int
+    kind: Device
 
 
 def heuristic_of_product(product: Product) -> Schedule:

@@ -138,7 +138,7 @@ def product(rows: float, most_rows: int = 0, columns: int = 7168, weight_format:
     held = Weight.common(columns)
     routes = 48 * (most_rows or round(rows))
     return schedule.heuristic_of_product(
-        Product(weight_format, 48, 4096, held, rows, False, routes, most_rows)
+        Product(weight_format, 48, 4096, held, rows, False, routes, most_rows, HOPPER)
     )
 
 
@@ -150,7 +150,7 @@ def test_few_rows_an_expert_decode_and_many_prefill() -> None:
     assert [product(rows, 64, 2048).kernel for rows in (8, 16, 32)] == ["decode"] * 2 + ["prefill"]
     assert product(3, weight_format="mxfp4").kernel == "prefill"
     kinds = [
-        schedule.heuristic(Problem("some device", "uint4", 48, 2048, 7168, 8, t)).kernel
+        schedule.heuristic(Problem("some device", "uint4", 48, 2048, 7168, 8, t, HOPPER)).kernel
         for t in (1, 20, 50, 1024)
     ]
     assert kinds == ["decode", "decode", "prefill", "prefill"]

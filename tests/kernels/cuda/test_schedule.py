@@ -10,15 +10,16 @@ import pytest
 
 from mxk_compile.errors import SettingsError
 from mxk_compile.kernels.cuda import schedule
-from mxk_compile.kernels.cuda.devices import DEVICES
+from mxk_compile.kernels.cuda.devices import DEVICES, HOPPER
 from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose, heuristic
 from mxk_compile.settings import Settings
 
-GPTOSS = Problem("some device", "mxfp4", 128, 2880, 2880, 4, 1)
-
 
 def gptoss(num_tokens: int) -> Problem:
-    return Problem("some device", "mxfp4", 128, 2880, 2880, 4, num_tokens)
+    return Problem("some device", "mxfp4", 128, 2880, 2880, 4, num_tokens, HOPPER)
+
+
+GPTOSS = gptoss(1)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def test_few_rows_an_expert_decode_and_many_prefill() -> None:
     kinds = [heuristic(gptoss(num_tokens)).kernel for num_tokens in (1, 32, 64, 4096, 16384)]
     assert kinds == ["decode", "decode", "decode", "prefill", "prefill"]
     # The same number of tokens over fewer experts are more rows an expert.
-    assert heuristic(Problem("some device", "mxfp4", 2, 2880, 2880, 2, 256)).kernel == "prefill"
+    assert heuristic(Problem("some device", "mxfp4", 2, 2880, 2880, 2, 256, HOPPER)).kernel == "prefill"
 
 
 def problem(row: str, num_tokens: int) -> Problem:
@@ -46,7 +47,7 @@ def problem(row: str, num_tokens: int) -> Problem:
         "muse": (128, 1024, 4096, 8),
         "dsv41": (48, 2304, 5120, 6),
     }
-    return Problem("some device", "mxfp4", *sizes[row], num_tokens)
+    return Problem("some device", "mxfp4", *sizes[row], num_tokens, HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_schedules_fit_the_shared_memory_of_the_device() -> None:
         str(heuristic(dataclasses.replace(GPTOSS, kind=small)))
         == "decode:groups=2,column_tiles=1,max_routes=64,chunk=16"
     )
-    wide = Problem("some device", "mxfp4", 48, 2048, 7168, 8, 4)
+    wide = Problem("some device", "mxfp4", 48, 2048, 7168, 8, 4, HOPPER)
     assert heuristic(wide).kernel == "decode"
     assert heuristic(dataclasses.replace(wide, kind=small)).kernel == "prefill", (
         "a row's activations alone take 57 KB"
@@ -134,7 +135,7 @@ def test_what_was_tuned_is_used_for_its_device_only() -> None:
     tuned = Schedule("decode", (("groups", 2), ("max_routes", 256)))
     assert schedule.store("some device", {GPTOSS.key: tuned})
     assert choose(GPTOSS) == tuned
-    other = Problem("another device", "mxfp4", 128, 2880, 2880, 4, 1)
+    other = dataclasses.replace(GPTOSS, device="another device")
     assert choose(other) == heuristic(other)
     assert choose(gptoss(4096)) == heuristic(gptoss(4096))
     assert schedule.store("some device", {gptoss(4096).key: Schedule("prefill", sizes=(64,))})

@@ -20,7 +20,7 @@ from mxk_compile.variants import VARIANTS
 
 VARIANT = dataclasses.replace(VARIANTS["gptoss"], hidden_size=96, intermediate_size=64)
 EXPERTS, TOKENS = 4, 3
-PROBLEM = Problem("some device", "mxfp4", EXPERTS, 64, 96, 4, TOKENS)
+PROBLEM = Problem("some device", "mxfp4", EXPERTS, 64, 96, 4, TOKENS, HOPPER)
 
 
 class Machine:
@@ -110,6 +110,6 @@ def test_a_cache_folder_that_takes_no_file_is_an_error(
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 512, 4096])
 def test_candidates_are_schedules_that_print(num_tokens: int) -> None:
-    problem = Problem("some device", "mxfp4", 128, 2880, 2880, 4, num_tokens)
+    problem = Problem("some device", "mxfp4", 128, 2880, 2880, 4, num_tokens, HOPPER)
     for candidate in tune.candidates(problem):
         assert Schedule.parse(str(candidate)) == candidate
