@@ -19,11 +19,10 @@ import mxk_compile
 from mxk_compile import backend
 from mxk_compile.backend import MxkPass, compile_with, mxk
 from mxk_compile.errors import BackwardError, SettingsError
+from mxk_compile.ops.stock import call_mxfp4
 from mxk_compile.passes import Report, run_passes, warm
 from mxk_compile.settings import Settings
 from mxk_compile.testing import MoECase, random_case, rel_l2
-
-MXFP4 = {"block_size": 32, "permuted_weights": True, "is_fp4": True, "activation": "silu"}
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +43,8 @@ class Layer(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = torch.topk(torch.softmax(self.router(x).float(), dim=-1), 2)
-        return torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights(
-            x, ids, weights.to(x.dtype), self.w13.unbind(0), self.w2.unbind(0), self.s13.unbind(0),
-            self.s2.unbind(0), experts_min=0, experts_max=len(self.w2) - 1, **MXFP4,
-        )  # fmt: skip
+        stacks = self.w13, self.s13, self.w2, self.s2
+        return call_mxfp4((x, ids, weights.to(x.dtype)), *(stack.unbind(0) for stack in stacks))
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +131,9 @@ def test_lists_that_are_inputs(recorder: Recorder) -> None:
     case = random_case(num_experts=2)
 
     def call(x: Tensor, ids: Tensor, weights: Tensor, *lists: list[Tensor]) -> Tensor:
-        return torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights(
-            x, ids, weights, *lists, experts_min=0, experts_max=1, **MXFP4
-        )
+        return call_mxfp4((x, ids, weights), *lists)
 
-    w13, s13, w2, s2, *_ = case.lists
-    assert torch.equal(torch.compile(call, backend=recorder)(*case.routing, w13, w2, s13, s2), case.fused())
+    assert torch.equal(torch.compile(call, backend=recorder)(*case.routing, *case.lists[:4]), case.fused())
     assert recorder.report.num_fused == 1
 
 
@@ -216,19 +210,15 @@ def test_export(layer: Layer, top: int, reason: str | None) -> None:
 def test_padded_views_with_size_asserts(recorder: Recorder, hidden_size: int) -> None:
     """A12: fake and real kernels agree on shape and stride, for an input that is a view of a wider buffer."""
     case = random_case(hidden_size=hidden_size, intermediate_size=96, num_experts=2)
-    lists = [case.w13, case.w2, case.w13_scale, case.w2_scale]
 
     def call(wide: Tensor, ids: Tensor, weights: Tensor, *stacks: Tensor) -> Tensor:
         x = wide[:, :hidden_size]
-        w12, w3, s12, s3 = (stack.unbind(0) for stack in stacks)
-        return torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights(
-            x, ids, weights, w12, w3, s12, s3, experts_min=0, experts_max=1, **MXFP4
-        ).T.contiguous()
+        return call_mxfp4((x, ids, weights), *(stack.unbind(0) for stack in stacks)).T.contiguous()
 
     wide = torch.full((4, hidden_size + 192), float("nan"), dtype=torch.bfloat16)
     wide[:, :hidden_size] = case.hidden_states
     with torch._inductor.config.patch(size_asserts=True, nan_asserts=False):
-        result = torch.compile(call, backend=recorder)(wide, *case.routing[1:], *lists)
+        result = torch.compile(call, backend=recorder)(wide, *case.routing[1:], *case.weights[:4])
     assert recorder.report.num_fused == 1
     assert torch.equal(result, case.fused().T)
 
@@ -328,6 +318,7 @@ _CACHED = """
     import torch
     import mxk_compile
     from mxk_compile import backend
+    from mxk_compile.ops.stock import call_mxfp4
     from mxk_compile.testing import random_case
 
     backend.__version__ = sys.argv[1]
@@ -341,12 +332,9 @@ _CACHED = """
     case = random_case(num_tokens=5)  # unlike any size of the weights: equal sizes share a symbol
 
     def call(x, ids, weights, *stacks):
-        w12, w3, s12, s3 = (stack.unbind(0) for stack in stacks)
-        return torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights(
-            x, ids, weights, w12, w3, s12, s3, block_size=32, permuted_weights=True, activation="silu",
-            experts_min=0, experts_max=7, is_fp4=True)
+        return call_mxfp4((x, ids, weights), *(stack.unbind(0) for stack in stacks))
 
-    stacks = case.w13, case.w2, case.w13_scale, case.w2_scale
+    stacks = case.weights[:4]
     compiled = torch.compile(call, backend="mxk", dynamic=True)
     for count in (5, 3):
         routing = [tensor[:count].clone() for tensor in case.routing]

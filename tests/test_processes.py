@@ -26,6 +26,7 @@ _CALL = """
     import torch
     import mxk_compile
     from mxk_compile.kernels import cpu
+    from mxk_compile.ops.stock import call_mxfp4
     from mxk_compile.testing import random_case
 
     {before}
@@ -82,12 +83,10 @@ def test_without_library_the_reference_runs_and_says_so_once(before: str, text: 
 def test_graph_without_library_stays_stock() -> None:
     before = """
     cpu.LIBRARY = cpu.LIBRARY.with_name('absent.so')
-    stock = torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights
     c = random_case()
     def call(x, ids, w, *stacks):
-        return stock(x, ids, w, *[s.unbind(0) for s in stacks], block_size=32, permuted_weights=True,
-                     activation="silu", experts_min=0, experts_max=7, is_fp4=True)
-    report = mxk_compile.explain(call, *c.routing, c.w13, c.w2, c.w13_scale, c.w2_scale)
+        return call_mxfp4((x, ids, w), *[s.unbind(0) for s in stacks])
+    report = mxk_compile.explain(call, *c.routing, *c.weights[:4])
     assert report.num_fused == 0 and "absent.so" in report.nodes[0].reason, str(report)
     """
     _, err = finish(run(before))

@@ -10,7 +10,6 @@ import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from mxk_compile.checkout import CHECKOUT
 from mxk_compile.errors import CallError, KernelError
 from mxk_compile.kernels import MoEDesc
 from mxk_compile.ops.dequant import dequantize
+from mxk_compile.ops.stock import call_mxfp4
 from mxk_compile.parity.stock import run_stock
 from mxk_compile.testing import MoECase
 
@@ -119,19 +119,6 @@ def _single_op(case: MoECase) -> bool:
     )
 
 
-def _keywords(case: MoECase) -> dict[str, Any]:
-    kept = case.attributes
-    first = kept["experts_min"]
-    keywords = {
-        "permuted_weights": True,
-        "experts_min": first,
-        "experts_max": first + len(case.w2) - 1,
-    }
-    if case.w13_bias is None:
-        return {**keywords, "activation": "silu"}
-    return {**keywords, "alpha": kept["alpha"], "limit": kept["limit"]}
-
-
 def _stock(layers: list[MoECase]) -> Implementation:
     first = layers[0]
     if first.attributes["weight_format"] != "mxfp4" or not _single_op(first):
@@ -143,13 +130,12 @@ def _stock(layers: list[MoECase]) -> Implementation:
 
         return Implementation("hpu::mixture_of_experts and steps around it", [*map(steps, layers)], False)
     name = "mxfp4_fused_weights" if first.w13_bias is None else "bias_mxfp4_fused_weights"
-    op = getattr(torch.ops.hpu.mixture_of_experts, name)
 
     def function(case: MoECase) -> Layer:
-        w13, w13_scale, w2, w2_scale, _, _, w13_bias, w2_bias = case.lists
-        biases = (w13_bias, w2_bias) if w13_bias else ()
-        keywords = {**_keywords(case), "block_size": 32, "is_fp4": True}
-        return lambda *routed: op(*routed, w13, w2, *biases, w13_scale, w2_scale, **keywords)
+        w13, w13_scale, w2, w2_scale, _, _, *both = case.lists
+        weights = (w13, w13_scale, w2, w2_scale, [biases for biases in both if biases])
+        constants = {name: case.attributes[name] for name in ("experts_min", "alpha", "limit")}
+        return lambda *routed: call_mxfp4(routed, *weights, **constants)
 
     return Implementation(f"hpu::mixture_of_experts.{name}", [*map(function, layers)], False)
 
@@ -169,7 +155,13 @@ def _unpacked(layers: list[MoECase]) -> Implementation:
             for values, scales in ((case.w13, case.w13_scale), (case.w2, case.w2_scale))
         ]
         biases = () if case.w13_bias is None else (list(case.w13_bias), list(case.w2_bias))  # type: ignore[arg-type]
-        keywords = _keywords(case)
+        kept = case.attributes
+        first = kept["experts_min"]
+        keywords = {"permuted_weights": True, "experts_min": first, "experts_max": first + len(case.w2) - 1}
+        if biases:
+            keywords |= {"alpha": kept["alpha"], "limit": kept["limit"]}
+        else:
+            keywords["activation"] = "silu"
         return lambda *routed: op(*routed, *copies, *biases, **keywords)
 
     return Implementation(f"hpu::mixture_of_experts.{name}, bf16 copies", [*map(function, layers)], False)

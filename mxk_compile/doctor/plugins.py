@@ -60,22 +60,13 @@ def _explained() -> str:
     """The report of one stock call of the smallest size."""
     import torch
 
+    from mxk_compile.ops.stock import call_mxfp4
     from mxk_compile.testing import random_case
 
     case = random_case(num_tokens=1, num_experts=2, top_k=1, hidden_size=32, intermediate_size=32)
 
     def call(*routing: torch.Tensor) -> torch.Tensor:
-        w13, w13_scale, w2, w2_scale = (part.unbind() for part in case.weights[:4])
-        result: torch.Tensor = torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights(
-            *(*routing, w13, w2, w13_scale, w2_scale),
-            block_size=32,
-            permuted_weights=True,
-            activation="silu",
-            experts_min=0,
-            experts_max=1,
-            is_fp4=True,
-        )
-        return result
+        return call_mxfp4(routing, *(part.unbind() for part in case.weights[:4]))
 
     with torch.no_grad():
         changed = settings.replace(max_tokens=32, dump_dir=None)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mxk_compile.checkpoint import PackedExperts
 from mxk_compile.errors import CallError
+from mxk_compile.ops import stock
 from mxk_compile.ops.formats import int4
 
 
@@ -74,25 +75,18 @@ class StockExperts(nn.Module):
         """hidden_states [T, K] float, router_indices [T, k] integer, routing_weights [T, k] float -> [T, K]."""
         routing = (hidden_states.to(torch.bfloat16), router_indices, routing_weights.to(torch.bfloat16))
         # The op takes one tensor per expert: views of the stacked buffers, as vllm-gaudi passes them.
-        weights = (self.w13_weight.unbind(0), self.w2_weight.unbind(0))
-        scales = (self.w13_weight_scale.unbind(0), self.w2_weight_scale.unbind(0))
-        experts = {"experts_min": 0, "experts_max": self.num_experts - 1}
-        ops = torch.ops.hpu.mixture_of_experts
-        result: Tensor
+        stacks = (self.w13_weight, self.w13_weight_scale, self.w2_weight, self.w2_weight_scale)
+        w13, w13_scale, w2, w2_scale = (stack.unbind(0) for stack in stacks)
         if self.weight_format == "int4":
-            result = ops.int4_fused_weights(
-                *routing, *weights, *scales, permuted_weights=False, activation="silu", **experts
+            result: Tensor = torch.ops.hpu.mixture_of_experts.int4_fused_weights(
+                *(*routing, w13, w2, w13_scale, w2_scale),
+                **{"permuted_weights": False, "activation": "silu"},
+                **{"experts_min": 0, "experts_max": self.num_experts - 1},
             )
             return result.to(hidden_states.dtype)
-        attributes: dict[str, Any] = {"block_size": 32, "permuted_weights": True, "is_fp4": True, **experts}
-        if self.w13_bias is None or self.w2_bias is None:
-            result = ops.mxfp4_fused_weights(*routing, *weights, *scales, activation="silu", **attributes)
-        else:
-            biases = (self.w13_bias.unbind(0), self.w2_bias.unbind(0))
-            result = ops.bias_mxfp4_fused_weights(
-                *routing, *weights, *biases, *scales, alpha=self.alpha, limit=self.limit, **attributes
-            )
-        return result.to(hidden_states.dtype)
+        biases = [bias.unbind(0) for bias in (self.w13_bias, self.w2_bias) if bias is not None]
+        weights = (w13, w13_scale, w2, w2_scale, biases)
+        return stock.call_mxfp4(routing, *weights, alpha=self.alpha, limit=self.limit).to(hidden_states.dtype)
 
     def fused_call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `mxk::moe` after the routing, and its attributes, for the same computation."""

@@ -310,3 +310,34 @@ def _define() -> torch.library.Library:
 
 
 library: torch.library.Library | None = _define() if needs_stand_in() else None
+
+
+def call_mxfp4(
+    routing: Sequence[Tensor],
+    w13: Sequence[Tensor],
+    w13_scale: Sequence[Tensor],
+    w2: Sequence[Tensor],
+    w2_scale: Sequence[Tensor],
+    biases: Sequence[Sequence[Tensor]] = (),
+    *,
+    experts_min: int = 0,
+    **constants: float | None,
+) -> Tensor:
+    """The stock op on MXFP4 weights, whoever defines it: with both biases SwiGLU-OAI, without them silu.
+
+    Args:
+        routing: hidden_states, expert_routing_table, router_weights.
+        w13, w13_scale, w2, w2_scale: one tensor an expert, as w12 and w3 above.
+        biases: of w13 and w2, or none.
+        experts_min: global id of the first expert.
+        constants: with biases alpha and limit, where they are not gpt-oss's.
+    """
+    packet = torch.ops.hpu.mixture_of_experts
+    op = packet.bias_mxfp4_fused_weights if biases else packet.mxfp4_fused_weights
+    result: Tensor = op(
+        *(*routing, w13, w2, *biases, w13_scale, w2_scale),
+        **{"block_size": 32, "permuted_weights": True, "is_fp4": True},
+        **{"experts_min": experts_min, "experts_max": experts_min + len(w2) - 1},
+        **(constants if biases else {"activation": "silu"}),
+    )
+    return result

@@ -13,6 +13,7 @@ from torch.nn import functional
 from mxk_compile.ops.dequant import dequantize
 from mxk_compile.ops.formats import mxfp4
 from mxk_compile.ops.moe import activate, split_rows
+from mxk_compile.ops.stock import call_mxfp4
 from mxk_compile.testing import MoECase
 
 
@@ -37,8 +38,11 @@ def run_stock(case: MoECase) -> Tensor:
 def on_bf16(case: MoECase, w13: Sequence[Tensor], w2: Sequence[Tensor]) -> Tensor:
     """The stock op for bf16 weights, on those given, one matrix an expert: prefill, and what INT4 is converted for."""
     op = torch.ops.hpu.mixture_of_experts.fused_weights
+    first = case.attributes["experts_min"]
     result: Tensor = op(
-        *case.routing, list(w13), list(w2), permuted_weights=True, activation="silu", **_experts(case)
+        *(*case.routing, list(w13), list(w2)),
+        **{"permuted_weights": True, "activation": "silu"},
+        **{"experts_min": first, "experts_max": first + len(case.w2) - 1},
     )
     return result
 
@@ -50,28 +54,9 @@ def _call(case: MoECase) -> Tensor:
             _int4_values(case, case.w13, case.w13_scale, case.w13_zero),
             _int4_values(case, case.w2, case.w2_scale, case.w2_zero),
         )
-    weights, scales, biases = (
-        [list(tensor) for tensor in pair if tensor is not None]
-        for pair in (
-            (case.w13, case.w2),
-            (case.w13_scale, case.w2_scale),
-            (case.w13_bias, case.w2_bias),
-        )
-    )
-    flags: dict[str, Any] = {"block_size": mxfp4.BLOCK, "permuted_weights": True, "is_fp4": True}
-    op = torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights
-    if biases:
-        op = torch.ops.hpu.mixture_of_experts.bias_mxfp4_fused_weights
-        flags |= {name: case.attributes[name] for name in ("alpha", "limit")}
-    else:
-        flags["activation"] = "silu"
-    result: Tensor = op(*case.routing, *weights, *biases, *scales, **flags, **_experts(case))
-    return result
-
-
-def _experts(case: MoECase) -> dict[str, int]:
-    first = case.attributes["experts_min"]
-    return {"experts_min": first, "experts_max": first + len(case.w2) - 1}
+    w13, w13_scale, w2, w2_scale, _, _, *biases = case.lists
+    constants = {name: case.attributes[name] for name in ("experts_min", "alpha", "limit")}
+    return call_mxfp4(case.routing, w13, w13_scale, w2, w2_scale, [b for b in biases if b], **constants)
 
 
 def _int4_values(case: MoECase, weight: Tensor, scale: Tensor, zero: Tensor | None) -> list[Tensor]:

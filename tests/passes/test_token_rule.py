@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMi
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from mxk_compile.ops.stock import call_mxfp4
 from mxk_compile.passes import run_passes, token_rule
 from mxk_compile.testing import random_case
 
@@ -84,17 +85,13 @@ def test_graph_whose_tokens_depend_on_data(rewrite: Callable[..., Any], total: i
 
     def call(mask: Tensor, x: Tensor, ids: Tensor, weights: Tensor, *stacks: Tensor) -> Tensor:
         index = mask.nonzero()[:, 0]
-        lists = [stack.unbind(0) for stack in stacks]
-        return torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights(
-            x[index], ids[index], weights[index], *lists, block_size=32, permuted_weights=True, activation="silu",
-            experts_min=0, experts_max=7, is_fp4=True,
-        )  # fmt: skip
+        routing = x[index], ids[index], weights[index]
+        return call_mxfp4(routing, *(stack.unbind(0) for stack in stacks))
 
     mask = torch.zeros(total)
     mask[[0, 2, 3]] = 1
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        stacks = (case.w13, case.w2, case.w13_scale, case.w2_scale)
-        found = rewrite(call, mask, *case.routing, *stacks)
+        found = rewrite(call, mask, *case.routing, *case.weights[:4])
     assert found.result.shape == (3, 128)
     assert [node.fused for node in found.report.nodes] == [fused]
     assert fused or "depends on data" in str(found.reasons[0])
@@ -105,23 +102,17 @@ def test_graph_without_shapes_stays_stock() -> None:
     case = random_case(num_experts=2)
 
     def call(
-        x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, s13: Tensor, s2: Tensor
+        x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, s13: Tensor, w2: Tensor, s2: Tensor
     ) -> Tensor:
-        lists = [[stack[0], stack[1]] for stack in (w13, w2, s13, s2)]
-        return torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights(
-            x, ids, weights, *lists, block_size=32, permuted_weights=True, activation="silu", experts_min=0,
-            experts_max=1, is_fp4=True,
-        )  # fmt: skip
+        return call_mxfp4((x, ids, weights), *([stack[0], stack[1]] for stack in (w13, s13, w2, s2)))
 
     module = fx.symbolic_trace(call)
     report = run_passes(module)
     assert [node.reason for node in report.nodes] == [
         "the graph carries no shapes (no 'val' or 'example_value' in its nodes)"
     ]
-    assert torch.equal(
-        module(*case.routing, case.w13, case.w2, case.w13_scale, case.w2_scale),
-        call(*case.routing, case.w13, case.w2, case.w13_scale, case.w2_scale),
-    )
+    inputs = *case.routing, *case.weights[:4]
+    assert torch.equal(module(*inputs), call(*inputs))
 
 
 @pytest.mark.parametrize(

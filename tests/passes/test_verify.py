@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from mxk_compile.errors import GraphError
+from mxk_compile.ops.stock import call_mxfp4
 from mxk_compile.passes import run_passes
 from mxk_compile.passes.verify import verify
 from mxk_compile.testing import random_case
@@ -20,13 +21,9 @@ def fused(capture: Callable[..., fx.GraphModule]) -> tuple[fx.GraphModule, fx.No
     case = random_case(num_experts=2)
 
     def call(x: Tensor, ids: Tensor, weights: Tensor, *stacks: Tensor) -> Tensor:
-        lists = [stack.unbind(0) for stack in stacks]
-        return torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights(
-            x, ids, weights, *lists, block_size=32, permuted_weights=True, activation="silu", experts_min=0,
-            experts_max=1, is_fp4=True,
-        )  # fmt: skip
+        return call_mxfp4((x, ids, weights), *(stack.unbind(0) for stack in stacks))
 
-    module = capture(call, *case.routing, case.w13, case.w2, case.w13_scale, case.w2_scale)
+    module = capture(call, *case.routing, *case.weights[:4])
     run_passes(module)
     return module, next(n for n in module.graph.nodes if n.target is torch.ops.mxk.moe.default)
 

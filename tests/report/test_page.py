@@ -22,6 +22,7 @@ from mxk_compile import demo
 from mxk_compile.bench.rows import Row
 from mxk_compile.cli import main
 from mxk_compile.errors import CallError
+from mxk_compile.ops.stock import call_mxfp4
 from mxk_compile.report import graph, plots, svg, write
 from mxk_compile.report.content import run_page
 from mxk_compile.report.page import Page
@@ -178,12 +179,7 @@ def test_the_graph_of_a_call_before_and_after() -> None:
     w2, s2 = torch.zeros(e, k, i // 2).byte(), torch.full((e, k, i // 32), 120).byte()
 
     def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.hpu.mixture_of_experts.mxfp4_fused_weights(
-            *(x * 2, ids, weights, w13.unbind(), w2.unbind(), s13.unbind(), s2.unbind()),
-            **{"block_size": 32, "permuted_weights": True, "activation": "silu", "is_fp4": True},
-            **{"experts_min": 0, "experts_max": e - 1},
-        )
-        return result + 1
+        return call_mxfp4((x * 2, ids, weights), *(part.unbind() for part in (w13, s13, w2, s2))) + 1
 
     given = torch.zeros(2, k).bfloat16(), torch.zeros(2, 2).long(), torch.zeros(2, 2).bfloat16()
     sides = [graph.neighbourhood(graph.trace(layer, cap, *given)[0]) for cap in (0, 32)]
