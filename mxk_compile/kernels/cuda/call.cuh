@@ -1,6 +1,6 @@
-// What the host says about a call (kernels/cuda/launch.py packs the same bytes), and how its operands are read.
+// What the host says about a call (operands.py packs the same bytes), and how its operands are read.
 #pragma once
-#include "hopper.cuh"
+#include "ptx.cuh"
 
 // One weight argument of mxk::moe: stacked (base, expert_stride) or one tensor an expert (table of addresses).
 struct Operand {

@@ -56,10 +56,6 @@
 #define MXK_X_ALIGNED 1
 #endif
 
-struct alignas(64) TensorMap {
-  u8 bytes[128];  // CUtensorMap
-};
-
 struct Decode {
   // Weights and, where PADDED, their scales: [E, rows, row bytes as 32-bit words], boxes of 16 rows, 8 where gate and up
   // rows lie apart. With lists of weights a map an expert instead, at `maps`: w13, s13, w2, s2 of each.
@@ -109,98 +105,76 @@ __host__ __device__ constexpr int greater(int a, int b) { return a > b ? a : b; 
 // their activations cost what the wait does. So it is with INT4, whose consumers bring the activations.
 constexpr int PARTS = MXK_FORMAT ? 1 : 2, MOST_IN_PARTS = 32;
 
-#if MXK_FORMAT
-#include "decode_int4_layout.cuh"
-#else
-constexpr int SHARES = MXK_GROUPS;  // of a slot's columns, a warpgroup each
-constexpr int DIGIT_WARPS = 3, EPILOGUE = 4;  // warp 0 copies, 1..3 make digits, 4..7 are the epilogue
-constexpr int HELPERS = 1 + DIGIT_WARPS + EPILOGUE;
-constexpr int CONSUMERS = 4 * SHARES;  // warps
+// Warps of a block: 0 copies, DIGIT_WARPS make digits (of INT4 the consumers bring the activations), EPILOGUE finish; the others,
+// the consumers, multiply.
+constexpr int DIGIT_WARPS = MXK_FORMAT ? 0 : 3, EPILOGUE = MXK_FORMAT ? 3 : 4, HELPERS = 1 + DIGIT_WARPS + EPILOGUE;
+constexpr int CONSUMERS = 4 * MXK_GROUPS;
 constexpr int THREADS = (CONSUMERS + HELPERS) * 32;
 // Register counts are set by warpgroup and must fit what the launch gives: asking for more would wait for ever.
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int HELPER_REGISTERS = SHARES > 2 ? 72 : 96;  // with fewer, the epilogue's spill
+constexpr int HELPER_REGISTERS = MXK_FORMAT ? 88 : MXK_GROUPS > 2 ? 72 : 96;  // with fewer, the epilogue's spill
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
-constexpr int CHUNK = MXK_CHUNK;
 
 // Work comes in units of 16 weight rows, a warp's part of a product; a tile is up to 4 of them, a warpgroup's.
-constexpr int UNIT = 16, TILE_UNITS = 4, TILE_ROWS = UNIT * TILE_UNITS;
+constexpr int UNIT = 16, TILE_UNITS = MXK_FORMAT ? MXK_UNITS : 4, TILE_ROWS = UNIT * TILE_UNITS;
+constexpr int MOST_BOX = 1024;  // bytes of a row of a box of 32-bit elements
 
-// Groups of 32 columns whose products are in flight together. What divides the groups spares the mask.
-__host__ __device__ constexpr int batch_of(int groups) {
-  constexpr int most = NT > 1 ? 4 : 6;
-  if (groups <= most) return groups;
-  for (int batch = most; batch >= 4; --batch)
-    if (groups % batch == 0 && groups / batch % SHARES == 0) return batch;
-  for (int batch = most; batch >= 4; --batch)
-    if (groups % batch == 0) return batch;
-  return 4;
-}
-
-// One projection: COLUMNS of the dot product; units of (gate, up) rows where PAIRS.
-template <int COLUMNS, bool PAIRS_, int OUTPUTS>
-struct Projection {
+// One projection, whose columns and scales a format divides (struct Columns): units of (gate, up) rows where PAIRS.
+template <class Columns_, bool PAIRS_, int OUTPUTS>
+struct Projection : Columns_ {
+  using Columns_::CHUNK_GROUPS, Columns_::PADDED, Columns_::ROW_SCALES, Columns_::SCALE_ROW, Columns_::SCALE_STRIDE;
   static constexpr bool PAIRS = PAIRS_;
   static constexpr int UNIT_OUTPUTS = PAIRS ? 8 : 16, UNITS = OUTPUTS / UNIT_OUTPUTS;  // of an expert
-  static constexpr int BYTES = COLUMNS / 2, GROUPS = COLUMNS / 32;
-  static constexpr int BATCH = batch_of(GROUPS), BATCHES = (GROUPS + BATCH - 1) / BATCH;
-  // A slot holds a chunk of a tile's columns, about 512 bytes a row.
-  static constexpr int CHUNKS = (GROUPS + CHUNK - 1) / CHUNK;
-  static constexpr int CHUNK_BATCHES = (BATCHES + CHUNKS - 1) / CHUNKS, CHUNK_GROUPS = CHUNK_BATCHES * BATCH;
-  // An odd multiple of 16: eight rows' words of four lanes lie in different banks.
+  static constexpr int BYTES = Columns_::GROUPS * 16;
+  // Of a slot's rows. An odd multiple of 16: eight rows' words of four lanes lie in different banks.
   static constexpr int STRIDE = CHUNK_GROUPS * 16 + (CHUNK_GROUPS % 2 ? 0 : 16);
-  static constexpr int WORD = 4;  // bytes of a box's elements
+  static constexpr int WORD = STRIDE > MOST_BOX ? 8 : 4;  // bytes of a box's elements
+  static_assert(STRIDE <= 2 * MOST_BOX, "a row of a box");
   static constexpr int SLOT = TILE_ROWS * STRIDE;
   // Scales of a tile: copied as they lie in memory, whole, to a place that starts up to 15 bytes early. Row by row, and
-  // padded, where they would lie in the same banks.
+  // padded, where they would lie in the same banks. Zero points: whole always.
   static constexpr bool SEPARATE = PAIRS && !MXK_INTERLEAVED, PAIRED = PAIRS && MXK_INTERLEAVED;
-  static constexpr bool PADDED = GROUPS % 16 == 0;
-  static constexpr int SCALE_ROW = GROUPS;  // bytes
-  static constexpr int SCALE_STRIDE = PADDED ? GROUPS + 16 : GROUPS;
-  static constexpr int HALF_SCALES = round_up(TILE_ROWS / 2 * GROUPS + 15, 16);
-  static constexpr int SCALES = round_up(PADDED ? TILE_ROWS * SCALE_STRIDE : 2 * HALF_SCALES, 128);
+  static constexpr int HALF_SCALES = round_up(TILE_ROWS / 2 * SCALE_ROW + 15, 16);
+  static constexpr int ZEROS = round_up(PADDED ? TILE_ROWS * SCALE_STRIDE : 2 * HALF_SCALES, 16);  // where they are
+  static constexpr int HALF_ZEROS = round_up(TILE_ROWS / 2 * ROW_SCALES + 15, 16);
+  static constexpr int SCALES = round_up(ZEROS + (MXK_ZEROS ? 2 * HALF_ZEROS : 0), 128);
   // Fragment row g + 8 * half of a unit, as a row of its slot. Where gate and up rows alternate, they come in the order of
   // memory; upper lanes swap their two, so that eight rows at a time lie in different banks.
   __device__ static constexpr int slot_row(int g, int half) { return PAIRED ? 2 * g + (half ^ g >> 2) : g + 8 * half; }
   __device__ static u32 scale_at(int unit, int g, int half) {
     if (PADDED) return (UNIT * unit + slot_row(g, half)) * SCALE_STRIDE;
-    if (SEPARATE) return half * HALF_SCALES + (8 * unit + g) * GROUPS;
-    return (UNIT * unit + slot_row(g, half)) * GROUPS;
+    if (SEPARATE) return half * HALF_SCALES + (8 * unit + g) * SCALE_ROW;
+    return (UNIT * unit + slot_row(g, half)) * SCALE_ROW;
+  }
+  __device__ static u32 zero_at(int unit, int g, int half) {
+    return SEPARATE ? half * HALF_ZEROS + (8 * unit + g) * ROW_SCALES : (UNIT * unit + slot_row(g, half)) * ROW_SCALES;
   }
   // Distance of a tile's scales from the 16-byte boundary that their copy starts on.
   __device__ static u32 skew(int first_unit) {
-    return MXK_ALIGNED && !PADDED ? (static_cast<u32>(first_unit) * (SEPARATE ? 8 : UNIT) * GROUPS) & 15 : 0;
+    return MXK_ALIGNED && !PADDED ? (static_cast<u32>(first_unit) * (SEPARATE ? 8 : UNIT) * SCALE_ROW) & 15 : 0;
   }
-  static constexpr int DIGITS = BATCHES * BATCH * 256 * NT;  // of a column block
+  __device__ static u32 zero_skew(int first_unit) { return (static_cast<u32>(first_unit) * (SEPARATE ? 8 : UNIT) * ROW_SCALES) & 15; }
 };
-using GateUp = Projection<K, true, I>;
-using Down = Projection<I, false, K>;
 
-constexpr int SLOT = greater(GateUp::SLOT, Down::SLOT);
-constexpr int SCALES = greater(GateUp::SCALES, Down::SCALES);
-constexpr int DIGITS = greater(GateUp::DIGITS, Down::DIGITS);
-constexpr int SUM = NT * 256, SUM_SET = SHARES * TILE_UNITS * SUM, SUM_STAGES = 2;  // partial sums: of a unit; of a tile
-constexpr int LISTS = round_up(4 * E, 16) * 2 + 6 * 2 * MAX_ROUTES + 4 * MAX_ROUTES + 16;
-constexpr int BARRIERS = 256;
-constexpr int OTHERS = SUM_STAGES * SUM_SET + LISTS + BARRIERS + 2 * ROWS * 12 + 128;
-constexpr int SCALE_STAGES = OTHERS + 3 * SCALES + DIGITS + 2 * SLOT <= SHARED_LIMIT ? 3 : 2;
-constexpr int REST = OTHERS + SCALE_STAGES * SCALES;
-constexpr int BUFFERS = MXK_BUFFERS ? MXK_BUFFERS : REST + 2 * DIGITS + 3 * SLOT <= SHARED_LIMIT ? 2 : 1;
-constexpr int STAGES = MXK_STAGES ? MXK_STAGES : lesser(3, (SHARED_LIMIT - REST - BUFFERS * DIGITS) / SLOT);
+#if MXK_FORMAT
+#include "decode_int4_layout.cuh"
+#else
+#include "decode_mxfp4_layout.cuh"
+#endif
+
+// Shared memory, in its order: slots, activations, scales, partial sums, barriers, lists.
 constexpr int AT_DIGITS = STAGES * SLOT;
 constexpr int AT_SCALES = AT_DIGITS + BUFFERS * DIGITS;
 constexpr int AT_SUMS = AT_SCALES + SCALE_STAGES * SCALES;
 constexpr int AT_BARRIERS = AT_SUMS + SUM_STAGES * SUM_SET;
-constexpr int AT_FACTORS = AT_BARRIERS + BARRIERS;        // [BUFFERS][ROWS][2] fp32
-constexpr int AT_LARGEST = AT_FACTORS + BUFFERS * ROWS * 8;  // [BUFFERS][ROWS]
-constexpr int AT_COUNTS = AT_LARGEST + BUFFERS * ROWS * 4;
+constexpr int AT_FACTORS = AT_BARRIERS + BARRIERS;                  // [BUFFERS][ROWS][2] fp32
+constexpr int AT_LARGEST = AT_FACTORS + FACTOR_BUFFERS * ROWS * 8;  // [BUFFERS][ROWS]
+constexpr int AT_COUNTS = AT_LARGEST + FACTOR_BUFFERS * ROWS * 4;
 constexpr int AT_OFFSETS = AT_COUNTS + round_up(4 * E, 16);
 constexpr int AT_LISTS = AT_OFFSETS + round_up(4 * E, 16);
-constexpr int AT_ROUTER = AT_LISTS + 6 * 2 * MAX_ROUTES;  // fp32
-constexpr int AT_END = AT_ROUTER + 4 * MAX_ROUTES;
-constexpr int AT_COUNTS_OF = 0, COUNT_BYTES = 0;
-#endif
-
+constexpr int AT_ROUTER = AT_LISTS + LIST_BYTES;  // fp32
+constexpr int AT_COUNTS_OF = AT_ROUTER + ROUTER_BYTES;
+constexpr int AT_END = AT_COUNTS_OF + COUNT_BYTES;
 constexpr int SHARED = round_up(AT_END + 16, 128);
 static_assert(STAGES >= 2 && SHARED <= SHARED_LIMIT, "shared memory of a block");
 

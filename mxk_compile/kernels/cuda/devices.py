@@ -9,7 +9,7 @@ import torch
 from mxk_compile.errors import KernelError
 from mxk_compile.settings import settings
 
-_MULTIPLY = {"wgmma": 0, "mma": 1, "tcgen05": 2}  # MXK_MULTIPLY of hopper.cuh
+_MULTIPLY = {"wgmma": 0, "mma": 1, "tcgen05": 2}  # MXK_MULTIPLY of ptx.cuh
 
 
 @dataclasses.dataclass(frozen=True)

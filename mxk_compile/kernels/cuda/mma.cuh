@@ -6,7 +6,7 @@
 // FP8 products exist as an instruction on compute capability 8.9 and 12; elsewhere the assembler makes fp16 products of
 // converted operands, which are exact too.
 #pragma once
-#include "hopper.cuh"
+#include "ptx.cuh"
 
 // d = a . b, E4M3, 32 columns.
 __device__ __forceinline__ void product_e4m3(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {

@@ -1,6 +1,6 @@
 // MXFP4 as in ops/formats/mxfp4.py, to bf16: exact wherever bf16 holds the product, and 2^128 and more is infinity.
 #pragma once
-#include "hopper.cuh"
+#include "ptx.cuh"
 
 // Nibbles j and j + 4 of a word as two bf16 of value * 2^-126 (E2M1's exponent and mantissa at the low end of bf16's).
 template <int J>

@@ -70,10 +70,6 @@ enum Listed : i32 {
   MARKED   // row i, if list[i] is below most_listed
 };
 
-struct alignas(64) TensorMap {
-  u8 bytes[128];  // CUtensorMap
-};
-
 struct Gemm {
 #if MXK_ROWS == IN_PLACE
   TensorMap map;       // of activations: columns, rows, experts; a box: BLOCK columns of TOKENS rows

@@ -266,7 +266,7 @@ def _round_up(value: int, step: int) -> int:
 
 
 def _decode_batch(columns: int, groups: int, column_tiles: int) -> int:
-    """`batch_of` of decode.cuh."""
+    """`batch_of` of decode_mxfp4_layout.cuh."""
     most = 4 if column_tiles > 1 else 6
     if columns <= most:
         return columns

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=f"emulato
 # A [64, 32 bytes] from registers, B [16, 32 bytes] from shared memory: D = A B^T + C, twice. B comes by a tensor map's
 # swizzle or in core matrices.
 WGMMA = r"""
-#include "hopper.cuh"
+#include "ptx.cuh"
 struct Arguments { const u32* a; const u8* b; u32* d; };
 extern "C" __global__ void __launch_bounds__(128) product(const __grid_constant__ Arguments p) {
   extern __shared__ __align__(1024) u8 shared[];
@@ -61,7 +61,7 @@ SOURCES = Path(emulator.__file__).parents[4] / "mxk_compile/kernels/cuda"
 
 def source(folder: Path, text: str) -> Path:
     """A source beside the package's header of PTX."""
-    for name in ("hopper.cuh",):
+    for name in ("ptx.cuh",):
         (folder / name).write_text((SOURCES / name).read_text())
     path = folder / "kernel.cu"
     path.write_text(text)
@@ -104,14 +104,14 @@ def test_operands_that_were_stored_without_a_fence_are_seen(
     (tmp_path / "a b").mkdir()
     monkeypatch.setattr(build, "folder", lambda: tmp_path / "a b")
     with pytest.raises(
-        emulator.EmulatorError, match="which thread 0 wrote without a fence.proxy.async at hopper.cuh:"
+        emulator.EmulatorError, match="which thread 0 wrote without a fence.proxy.async at ptx.cuh:"
     ):
         product(tmp_path, "m64n16k32.s32.s8.s8", 16, fence=";")
 
 
 def run(folder: Path, body: str, threads: int = 64, seed: int = 0) -> list[int]:
     """Runs a kernel's body, which writes int32 to `out`."""
-    text = f"""#include "hopper.cuh"
+    text = f"""#include "ptx.cuh"
 struct Arguments {{ int* out; }};
 extern "C" __global__ void kernel(const __grid_constant__ Arguments p) {{
   int* out = p.out;
@@ -172,7 +172,7 @@ WRONG = {
     "no arrival": (
         "if (threadIdx.x == 0) barrier_init(shared_address(&barrier), 2);\n__syncthreads();\n"
         "if (warp == 1) barrier_wait(shared_address(&barrier), 0);",
-        r"parity 0 .in phase 0, 2 of 2 arrivals and 0 bytes missing. at hopper.cuh:\d+ < kernel.cu:10: block 0 warp 1",
+        r"parity 0 .in phase 0, 2 of 2 arrivals and 0 bytes missing. at ptx.cuh:\d+ < kernel.cu:10: block 0 warp 1",
     ),
     "a lane is missing": (
         "if (lane < 31) __syncwarp();",
@@ -184,10 +184,10 @@ WRONG = {
     ),
     "out of bounds": (
         "out[0] = load_shared_4(shared_address(words) + (1 << 16));",
-        r"shared memory at \d+, 4 bytes; the block has 1024 to \d+ at hopper.cuh:\d+ < kernel.cu:8",
+        r"shared memory at \d+, 4 bytes; the block has 1024 to \d+ at ptx.cuh:\d+ < kernel.cu:8",
     ),
-    "no barrier": ("barrier_arrive(shared_address(&barrier));", r"there is no mbarrier at \d+ at hopper.cuh"),
-    "registers": ("take_registers<256>();", "for setmaxnreg 256 at hopper.cuh"),
+    "no barrier": ("barrier_arrive(shared_address(&barrier));", r"there is no mbarrier at \d+ at ptx.cuh"),
+    "registers": ("take_registers<256>();", "for setmaxnreg 256 at ptx.cuh"),
     "device memory": ("out[1ull << 40] = 1;", "which is no memory"),
     "copies at the end": (
         "const u32 full = shared_address(&barrier);\nif (threadIdx.x == 0) barrier_init(full, 1), "

@@ -1,5 +1,5 @@
-// Types without headers (NVRTC brings none), and the PTX of Hopper that the kernels use, one function an instruction. All but
-// the warpgroup's multiply is Blackwell's too. What differs between devices (kernels/cuda/devices.py) are two macros:
+// Types without headers (NVRTC brings none), and PTX of every device that the kernels run on, one function an instruction;
+// the warpgroup's multiply is Hopper's alone. What differs between devices (kernels/cuda/devices.py) are two macros:
 //
 //   MXK_MULTIPLY  0 wgmma (sm_90a); 1 mma.sync (every device); 2 tcgen05 in prefill.cu, mma.sync in moe_decode.cu (sm_100a)
 //   MXK_SHARED    bytes of shared memory that a block may take
@@ -89,9 +89,8 @@ __device__ __forceinline__ u32 load_shared_2(u32 address) {
 template <int WORDS>
 __device__ __forceinline__ void load_shared(u32 (&words)[WORDS], u32 address) {
   if constexpr (WORDS == 4) {
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(address));
+    const uint4 all = load_shared_16(address);
+    words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
   } else if constexpr (WORDS == 2) {
     const uint2 both = load_shared_8(address);
     words[0] = both.x, words[1] = both.y;
@@ -136,7 +135,11 @@ __device__ __forceinline__ void bulk_copy(u32 target, const void* source, u32 by
                : "memory");
 }
 
-// A box of a tensor map (CUtensorMap); x, y, z: its first element.
+struct alignas(64) TensorMap {
+  u8 bytes[128];  // CUtensorMap
+};
+
+// A box of a tensor map; x, y, z: its first element.
 __device__ __forceinline__ void tensor_copy(u32 target, const u8* map, i32 x, i32 y, i32 z, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(target),
