@@ -5,6 +5,7 @@ Rows are sorted by every block for itself; nothing is read back, and rows of `ou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +54,7 @@ class DecodeProjection:
 
     Args:
         overload, out, x, routing, attributes: of the call, which `runs` takes; x has dense rows, out too.
+        blocks: places of a block, and blocks, of "sorted"; of "masked" rows of an expert, and experts.
         parts: weight, scale, zero.
         format_, weight, num_experts: of them.
         strides: of x: from row to row, or of "masked" from expert to expert, and there from row to row; then of out.
@@ -66,6 +68,7 @@ class DecodeProjection:
         x: Tensor,
         routing: tuple[Tensor, ...],
         attributes: dict[str, Any],
+        blocks: Sequence[int],
         parts: tuple[Operand, ...],
         format_: Format,
         weight: Weight,
@@ -95,10 +98,7 @@ class DecodeProjection:
         )
         encoded, _ = maps.encode(matrices, device)
         x_stride, x_inner, out_stride = strides
-        block_size, blocks = num_rows // num_experts, num_experts  # masked
-        x_rows = block_size if overload == "masked" else attributes.get("top_k", 1)
-        if overload == "sorted":
-            block_size, blocks = attributes["block_size"], len(routing[1])
+        x_rows = num_rows // num_experts if overload == "masked" else attributes.get("top_k", 1)
         absent = ABSENT.fields * 3
         argument = DECODE.pack(
             *(bytes(MAPS // 2) + encoded, 0),
@@ -108,7 +108,7 @@ class DecodeProjection:
             *(*(first.stride() if overload == "routes" else (0, 0)), 0, 0, attributes.get("experts_min", 0)),
             *(first.shape[0] if overload == "routes" else 0, first.element_size(), first.dtype.is_signed),
             *(0, 0, 0, 0, 0, 0, 0),
-            *(x_rows, num_rows, first.shape[0], block_size, blocks, 0.0, 0.0),
+            *(x_rows, num_rows, first.shape[0], *blocks, 0.0, 0.0),
         )
         self._launch = kernel.bind(device, multiprocessors(device), argument)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,9 @@ _MOST_MAPS = 64
 _GROUPS_CHANGING = ((0, struct.Struct("=9Q")),)
 _KINDS = {"sorted": 0, "contiguous": 1, "masked": 2}
 _MOST_BLOCKS = 24576  # whose counts fit into the 99 KB of shared memory that a block has on every device
+_MOST_WORK = 2**30 - 2**20
+"""Rows or places, times segments of columns: an int32 of groups.cu, less a bit that it uses and all blocks' padding."""
+_MOST_AWAY = 2**35  # bf16 values to the last row that is read where it lies: eights in 32 bits
 _MOST_PREPARED = 4096
 _ROUTES_WEIGHTS = (0, 0)  # router weights have no part in a projection
 
@@ -57,6 +60,7 @@ def refusal(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any
     """
     routing, (weight, *_) = args[: NUM_ROUTING[overload]], args[NUM_ROUTING[overload] :]
     num_experts, columns = weight.shape[0], x.shape[-1]
+    places = max(out.shape[0], len(routing[0]) if overload == "sorted" else 0)
     if x.dtype != torch.bfloat16:
         reason = f"x is {x.dtype}; allowed: torch.bfloat16"
     elif columns == 0 or columns % 32:
@@ -65,6 +69,8 @@ def refusal(overload: str, out: Tensor, x: Tensor, *args: Any, **attributes: Any
         reason = f"E = {num_experts}; allowed: up to {prefill.MOST_EXPERTS}"
     elif overload != "routes" and _blocks(overload, num_experts, routing, attributes)[2] > _MOST_BLOCKS:
         reason = f"more than {_MOST_BLOCKS} blocks of rows; allowed: so many"
+    elif places > (most := _MOST_WORK // -(-columns // prefill.SEGMENT)):
+        reason = f"{places} rows or places of lists; allowed: up to {most} with K = {columns}"
     else:
         return None
     return f"CUDA kernels: {reason}"
@@ -79,7 +85,8 @@ def _blocks(
     places = len(routing[0])
     if overload == "contiguous":
         return places, GROUP_ROWS, places // GROUP_ROWS
-    size = attributes["block_size"]
+    # A block of more places than there are ends with them: the end of the last stays an int32.
+    size = min(attributes["block_size"], max(places, 1))
     return places, size, min(-(-places // size), len(routing[1]))
 
 
@@ -217,17 +224,21 @@ class _Projection:
                 strides = (x_outer if x.dim() == 3 else most_rows * x_stride, x_stride, out_stride)
             else:
                 strides = (x_stride, 0, out_stride)
+            divided: Sequence[int] = (most_rows, num_experts)  # masked
+            if overload == "sorted":
+                _, *divided = _blocks(overload, num_experts, routing, attributes)
             with torch.cuda.device(device):
                 self._decode = decode_project.DecodeProjection(
-                    *(overload, out, x, routing, attributes, self._parts, format_, of_weight, num_experts),
-                    *(schedule, strides, aligned),
+                    *(overload, out, x, routing, attributes, divided, self._parts, format_, of_weight),
+                    *(num_experts, schedule, strides, aligned),
                 )
             return
         sizes = schedule.sizes or tile_sizes(mean, even=overload == "contiguous", most=self._kind.most_rows)
         ordered = overload in ("contiguous", "masked")
         # The tensor maps want strides, and at least a box.
         mappable = columns >= BLOCK and x_stride > 0 and (x_outer > 0 or x.dim() == 2)
-        stays = aligned and self._kind == HOPPER and rows_stay(outputs, sizes[-1], ordered)
+        near = max(x.shape[-2] * x_stride, x_outer) < _MOST_AWAY
+        stays = aligned and near and self._kind == HOPPER and rows_stay(outputs, sizes[-1], ordered)
         feed = BLOCKED if not stays else LISTED if not ordered else IN_PLACE if mappable else BLOCKED
         self._feed, self._sizes = feed, sizes
         with torch.cuda.device(device):
@@ -288,7 +299,8 @@ class _Projection:
         self._products = [
             prefill.GEMM.pack(
                 *(field for part in self._parts for field in part.fields),
-                *(0, 0, 0, 0, 0, out_stride, *listed, x_stride // 8, expert_places, space.total_rows),
+                *(*(0,) * 5, out_stride, *listed, x_stride // 8 if feed == LISTED else 0),
+                *(expert_places, space.total_rows),
                 *(-(-columns // BLOCK), columns, outputs),
                 *(1, 0, 0, 0, 0, 0, 0.0, 0.0, chained, wide and out_stride % 8 == 0),
             )

@@ -33,7 +33,7 @@ ROUTING_CHANGING = ((0, struct.Struct("=10Q")),)
 BLOCK, ROW_BYTES = 64, 128  # columns of a block of activations, and its bytes a row
 ROW_STEP = 16  # an expert's rows begin at multiples of it
 SORT_THREADS, GATHER_WARPS, _SUM_THREADS = 1024, 8, 256
-_SEGMENT = 1024  # columns of a row that a warp gathers
+SEGMENT = 1024  # columns of a row that a warp gathers
 MOST_EXPERTS, MOST_TOP_K = 1024, 64
 _CHUNK_TOKENS = 16384
 """Tokens that one run handles: bounds the workspace, at 128 rows an expert and more of any model row."""
@@ -74,7 +74,7 @@ def routing(device: Device) -> tuple[Kernel, Kernel, Kernel]:
 
 def gather_blocks(num_rows: int, columns: int) -> int:
     """Blocks of a launch that gathers rows."""
-    return -(-num_rows * -(-columns // _SEGMENT) // GATHER_WARPS)
+    return -(-num_rows * -(-columns // SEGMENT) // GATHER_WARPS)
 
 
 def offsets(*sizes: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ measured on an H200 (docs/performance/h200.md)."""
 _PLAN_AND_GATHER = 12  # µs of a projection, there
 _ANOTHER_SIZE = 1.02  # a further tile size is a further launch, whose last tiles leave multiprocessors idle
 _SPREAD = 2.5  # standard deviations of an expert's rows that count
+_MANY_ROWS = 16384  # from an eighth of it on all tiles are full, and what is chosen no longer depends on the rows
 
 
 @functools.lru_cache(maxsize=4096)
@@ -57,9 +58,13 @@ _SMALL_TILE = 64  # of four warpgroups of consumers, with which rows that stay w
 
 
 def likely_rows(rows: float, even: bool) -> dict[int, float]:
-    """How likely an expert has so many rows, if the mean is `rows` and the expert has any."""
+    """How likely an expert has so many rows, if the mean is `rows` and the expert has any.
+
+    As of `_MANY_ROWS` where there are more, and not all experts have them: the counts would be as many as their root.
+    """
     if even:
         return {math.ceil(rows): 1.0}
+    rows = min(rows, _MANY_ROWS)
     deviation = math.sqrt(max(rows, 1.0))
     low, high = (rows + sign * _SPREAD * deviation for sign in (-1, 1))
     counts = range(max(1, math.floor(low)), math.ceil(high) + 1)

@@ -105,6 +105,45 @@ def test_sorted_lists_longer_than_what_counts(block_size: int) -> None:
     check("sorted", x, routing, random_weight(12, 264, 256, "uint4"), 80, **attributes)
 
 
+@pytest.mark.parametrize("block_size", [2**30, 2**31 - 1, 2**40])
+@pytest.mark.parametrize("weight_format", ["mxfp4", "uint4"])
+def test_blocks_of_more_places_than_there_are(block_size: int, weight_format: str) -> None:
+    """More experts than blocks are no reason for places beyond an int32; of INT4 the decode kernel runs it."""
+    routing = (torch.arange(6).int(), torch.tensor([1, 0, 0]).int(), torch.tensor([5]).int())
+    attributes = {"weight_format": weight_format, "top_k": 1, "block_size": block_size}
+    check(
+        "sorted",
+        torch.randn(6, 96).bfloat16(),
+        routing,
+        random_weight(3, 80, 96, weight_format),
+        6,
+        **attributes,
+    )
+
+
+def test_strides_that_nothing_takes() -> None:
+    weight = random_weight(1, 80, 96, "mxfp4")
+    for strides in ((2**60, 2**60, 1), (2**60, 96, 1)):
+        x = torch.randn(96).bfloat16().as_strided((1, 1, 96), strides)
+        check("masked", x, (torch.ones(1).int(),), weight, 1, weight_format="mxfp4", expected_m=1)
+        check("routes", x[0], (torch.zeros(1, 1).int(),), weight, 1, weight_format="mxfp4", top_k=1)
+
+
+@pytest.mark.parametrize(("rows", "columns", "fits"), [(2**20 * 1023, 1024, True), (2**29, 1056, False)])
+def test_what_an_int32_does_not_count_is_refused(rows: int, columns: int, fits: bool) -> None:
+    weight = torch.empty(4, 64, columns // 2, dtype=torch.uint8, device="meta")
+    out, x = (torch.empty(rows, size, dtype=torch.bfloat16, device="meta") for size in (64, columns))
+    ids = torch.empty(rows, 1, dtype=torch.int32, device="meta")
+    refused = grouped.refusal("routes", out, x, ids, weight, weight_format="mxfp4", top_k=1)
+    most = (2**30 - 2**20) // 2
+    text = f"CUDA kernels: {rows} rows or places of lists; allowed: up to {most} with K = {columns}"
+    assert refused == (None if fits else text)
+    lists = torch.empty(2**30, dtype=torch.int32, device="meta")
+    attributes = {"weight_format": "mxfp4", "top_k": 1, "block_size": 2**20}
+    refused = grouped.refusal("sorted", out[:4], x[:4], lists, lists[:1024], lists[:1], weight, **attributes)
+    assert str(refused).startswith(f"CUDA kernels: {2**30} rows or places of lists; allowed:")
+
+
 def test_contiguous() -> None:
     counts = (128, 5, 0, 1)
     indices = [

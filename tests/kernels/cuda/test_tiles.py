@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, rows_stay, tile_sizes
+from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, likely_rows, rows_stay, tile_sizes
 
 
 @pytest.mark.parametrize("rows", [0.01, 1, 8, 31, 32, 64, 100, 127, 128, 129, 200, 512, 1000, 100000])
@@ -21,6 +21,13 @@ def test_sizes_are_what_the_kernel_takes(rows: float, even: bool) -> None:
 @pytest.mark.parametrize(("rows", "expected"), [(16, (16,)), (100, (112,)), (128, (128,)), (512, (176,))])
 def test_experts_with_as_many_rows_need_one_size(rows: int, expected: tuple[int, ...]) -> None:
     assert tile_sizes(rows, even=True) == expected
+
+
+@pytest.mark.parametrize("rows", [30_000.0, 1e12, 2.0**63])
+def test_more_rows_than_anybody_has_cost_the_host_no_more(rows: float) -> None:
+    assert len(likely_rows(rows, even=False)) < 1000
+    assert tile_sizes(rows) == tile_sizes(2000.0) == (176,)
+    assert tile_sizes(rows, most=96) == tile_sizes(2000.0, most=96) == (96,)
 
 
 def test_more_rows_never_want_smaller_tiles_by_much() -> None:
