@@ -14,8 +14,8 @@ from mxk_compile.kernels.cuda import maps
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors, persistent
-from mxk_compile.kernels.cuda.int4_splits import Split, Weight
-from mxk_compile.kernels.cuda.operands import OPERAND, Call, Format, activation, row_bytes
+from mxk_compile.kernels.cuda.int4_splits import Split
+from mxk_compile.kernels.cuda.operands import OPERAND, Call, activation
 from mxk_compile.kernels.empty import maker
 
 # struct Decode of decode.cuh. From call to call only addresses change: of a layer seven, of a projection two more.
@@ -52,25 +52,11 @@ def runs(call: Call, macros: tuple[tuple[str, int], ...]) -> bool:
     desc, operands = call.desc, call.operands
     if desc.weight_format == "mxfp4":
         return True
-    formats = {format_.macros_of_codes for format_ in _formats(call)}
-    if len(formats) > 1 or not operands.aligned(desc):
+    of13, of2 = operands.formats(desc)
+    if of13.macros_of_codes != of2.macros_of_codes or not operands.aligned(desc):
         return False
-    columns = (desc.hidden_size, desc.intermediate_size)
-    weights = tuple(
-        Weight(size, *row_bytes(size, group, scale, zero))
-        for size, group, scale, zero in zip(
-            columns, desc.group_sizes, (operands.s13, operands.s2), (operands.z13, operands.z2), strict=True
-        )
-    )
-    return Split.of(macros).fits(weights, desc.num_experts, served(call.device).shared_bytes)
-
-
-def _formats(call: Call) -> tuple[Format, Format]:
-    desc, operands = call.desc, call.operands
-    return (
-        Format.of(desc.weight_format, operands.s13, operands.z13, desc.group_sizes[0]),
-        Format.of(desc.weight_format, operands.s2, operands.z2, desc.group_sizes[1]),
-    )
+    limit = served(call.device).shared_bytes
+    return Split.of(macros).fits(operands.sizes(desc), desc.num_experts, limit)
 
 
 def _encoded_maps(call: Call, boxes: tuple[int, int, int, int]) -> tuple[bytes, Tensor | None]:
@@ -82,17 +68,12 @@ def _encoded_maps(call: Call, boxes: tuple[int, int, int, int]) -> tuple[bytes, 
     apart = 2 if desc.row_order == "separate" else 1  # matrices of an expert
     sizes13, sizes2 = (experts * apart, 2 * intermediate // apart), (experts, hidden)
     box13 = 16 if desc.row_order == "interleaved" else 8  # gate and up rows that lie apart are copied apart
-    scales13, scales2 = (
-        row_bytes(size, group, scale, mxfp4=desc.weight_format == "mxfp4")[0]
-        for size, group, scale in zip(
-            (hidden, intermediate), desc.group_sizes, (operands.s13, operands.s2), strict=True
-        )
-    )
+    of13, of2 = operands.sizes(desc)
     matrices = (
         maps.Matrix(operands.w13, *sizes13, hidden // 2, box13, boxes[0]),
-        maps.Matrix(operands.s13, *sizes13, scales13, box13, boxes[1]),
+        maps.Matrix(operands.s13, *sizes13, of13.scale_bytes, box13, boxes[1]),
         maps.Matrix(operands.w2, *sizes2, intermediate // 2, 16, boxes[2]),
-        maps.Matrix(operands.s2, *sizes2, scales2, 16, boxes[3]),
+        maps.Matrix(operands.s2, *sizes2, of2.scale_bytes, 16, boxes[3]),
     )
     return maps.encode(matrices, call.device)
 
@@ -172,7 +153,7 @@ class Decode:
             "MXK_PER_ROUTE": int(desc.per_route),
             "MXK_ALIGNED": int(operands.aligned(desc)),
             "MXK_X_ALIGNED": int(call.x_aligned),
-            **(dict(_formats(call)[0].macros_of_codes) if desc.weight_format != "mxfp4" else {}),
+            **(operands.formats(desc)[0].macros_of_codes if desc.weight_format != "mxfp4" else {}),
         }
         given = tuple(sorted((chosen | settled).items()))
         kernel, boxes = kernel_and_boxes("moe_decode", given, served(call.device))

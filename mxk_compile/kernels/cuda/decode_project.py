@@ -15,15 +15,10 @@ from mxk_compile.kernels.cuda.decode import DECODE, MAPS, kernel_and_boxes
 from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import multiprocessors
 from mxk_compile.kernels.cuda.int4_splits import Split, Weight
-from mxk_compile.kernels.cuda.operands import ABSENT, Format, Operand, row_bytes
+from mxk_compile.kernels.cuda.operands import ABSENT, Format, Operand, lie_as_copied
 from mxk_compile.kernels.cuda.schedule import Schedule
 
 _KINDS = {"routes": 1, "sorted": 2, "masked": 3}  # MXK_PROJECT
-
-
-def weight_of(columns: int, groups: int, parts: tuple[Operand, ...]) -> Weight:
-    """What a split wants to know of a weight with so many columns and scales a row; parts: weight, scale, zero."""
-    return Weight(columns, *row_bytes(columns, columns // groups, parts[1], parts[2]))
 
 
 def runs(
@@ -41,9 +36,7 @@ def runs(
     split = Split.of(schedule.macros)
     places = split.places(num_experts, shape[0] // num_experts) if overload == "masked" else shape[0]
     return (
-        parts[0].aligned(weight.columns // 2)
-        and parts[1].aligned(weight.scale_bytes)
-        and (parts[2] is ABSENT or parts[2].aligned(weight.zero_bytes))
+        lie_as_copied(parts, weight)
         and places <= split.max_routes
         and split.fits((weight,), num_experts, device.shared_bytes, overload == "masked")
     )
@@ -82,7 +75,7 @@ class DecodeProjection:
         first = routing[0]
         given = {
             **{f"MXK_{name.upper()}": value for name, value in schedule.macros},
-            **dict(format_.macros_of_codes),
+            **format_.macros_of_codes,
             "MXK_PROJECT": _KINDS[overload],
             "MXK_HIDDEN": outputs,
             "MXK_INTER": weight.columns,

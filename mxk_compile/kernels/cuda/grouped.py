@@ -22,7 +22,7 @@ from mxk_compile.kernels.cuda import decode_project, maps, prefill, scales
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.devices import HOPPER, Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
-from mxk_compile.kernels.cuda.operands import ABSENT, ALIGNMENT, Format, Operand, operand
+from mxk_compile.kernels.cuda.operands import ABSENT, ALIGNMENT, Format, Operand, operand, sizes_of
 from mxk_compile.kernels.cuda.prefill import (
     ALL,
     BLOCK,
@@ -197,7 +197,6 @@ class _Projection:
             operand("weight", weight, ALIGNMENT),
             operand("scale", scale, 1),
             operand("zero", zero, 1),
-            ABSENT,
         )
         self.reusable = not any(part.copied for part in self._parts)
         if self._empty:
@@ -205,11 +204,12 @@ class _Projection:
         top_k = attributes.get("top_k", 1)
         mean = attributes["expected_m"] if overload == "masked" else num_rows / num_experts
         self._kind = served(device)
-        format_ = Format.of(weight_format, self._parts[1], self._parts[2], columns // scale.shape[-1])
-        of_weight = decode_project.weight_of(columns, scale.shape[-1], self._parts)
+        group_size, scaling = columns // scale.shape[-1], self._parts[1:]
+        format_ = Format.of(weight_format, *scaling, group_size)
+        of_weight = sizes_of(weight_format, columns, group_size, *scaling)
         most_rows = num_rows // num_experts if overload == "masked" else 0
-        sizes_of = (num_experts, outputs, of_weight, mean, overload == "contiguous", num_rows, most_rows)
-        schedule = choose_of_product(Product(weight_format, *sizes_of, self._kind))
+        of_product = (num_experts, outputs, of_weight, mean, overload == "contiguous", num_rows, most_rows)
+        schedule = choose_of_product(Product(weight_format, *of_product, self._kind))
         x_stride, x_outer = x.stride(-2), x.stride(0) if x.dim() == 3 else 0
         if self._copies_x:
             x_stride, x_outer = columns, columns * (x.shape[1] if x.dim() == 3 else 0)
@@ -298,7 +298,7 @@ class _Projection:
         wide = self._copies_out or out.data_ptr() % ALIGNMENT == 0
         self._products = [
             prefill.GEMM.pack(
-                *(field for part in self._parts for field in part.fields),
+                *(field for part in (*self._parts, ABSENT) for field in part.fields),
                 *(*(0,) * 5, out_stride, *listed, x_stride // 8 if feed == LISTED else 0),
                 *(expert_places, space.total_rows),
                 *(-(-columns // BLOCK), columns, outputs),

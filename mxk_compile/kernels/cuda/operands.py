@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mxk_compile.kernels.cuda.driver import persistent
+from mxk_compile.kernels.cuda.int4_splits import Weight
 from mxk_compile.kernels.desc import MoEDesc
 from mxk_compile.ops.moe import Weights
 from mxk_compile.variants import ACTIVATIONS
@@ -45,17 +46,18 @@ class Operand:
     copied: bool = False
 
     @property
+    def _alignment_of_experts(self) -> int:
+        base, table, expert_stride, _ = self.fields
+        return math.gcd(ALIGNMENT, *(self.kept[-1].tolist() if table else (base, expert_stride)))
+
+    @property
     def alignment(self) -> int:
         """Bytes, a power of two up to `ALIGNMENT`, that every row's start is a multiple of."""
-        base, table, expert_stride, row_stride = self.fields
-        addresses = self.kept[-1].tolist() if table else (base, expert_stride)
-        return math.gcd(ALIGNMENT, row_stride, *addresses)
+        return math.gcd(self._alignment_of_experts, self.fields[3])
 
     def aligned(self, dense_bytes: int) -> bool:
         """Whether every expert starts on `ALIGNMENT` bytes and its rows are dense, `dense_bytes` apart."""
-        base, table, expert_stride, row_stride = self.fields
-        addresses = self.kept[-1].tolist() if table else (base, expert_stride)
-        return row_stride == dense_bytes and all(address % ALIGNMENT == 0 for address in addresses)
+        return self.fields[3] == dense_bytes and self._alignment_of_experts == ALIGNMENT
 
 
 ABSENT = Operand((0, 0, 0, 0), 0)
@@ -89,19 +91,19 @@ class Format:
         return cls(code, scale.dtype if code else 0, group_log, zero is not ABSENT, alignment)
 
     @property
-    def macros_of_codes(self) -> tuple[tuple[str, int], ...]:
+    def macros_of_codes(self) -> dict[str, int]:
         """Of formats.cuh."""
-        return (
-            ("MXK_FORMAT", self.code),
-            ("MXK_SCALES", self.scales),
-            ("MXK_GROUP_LOG", self.group_log),
-            ("MXK_ZEROS", int(self.zeros)),
-        )
+        return {
+            "MXK_FORMAT": self.code,
+            "MXK_SCALES": self.scales,
+            "MXK_GROUP_LOG": self.group_log,
+            "MXK_ZEROS": int(self.zeros),
+        }
 
     @property
     def macros(self) -> dict[str, int]:
         """Of formats.cuh and prefill.cuh."""
-        return {**dict(self.macros_of_codes), "MXK_SCALE_ALIGNMENT": self.scale_alignment}
+        return {**self.macros_of_codes, "MXK_SCALE_ALIGNMENT": self.scale_alignment}
 
 
 _GROUP_LOGS = {32: 5, 64: 6, 128: 7}
@@ -111,12 +113,21 @@ _WHOLE_ROW = 31
 _SCALE_BYTES = (2, 2, 4)  # by enum Dtype
 
 
-def row_bytes(
-    columns: int, group_size: int, scale: Operand, zero: Operand = ABSENT, mxfp4: bool = False
-) -> tuple[int, int]:
-    """Bytes of a row's scales and zero points."""
+def sizes_of(weight_format: str, columns: int, group_size: int, scale: Operand, zero: Operand) -> Weight:
+    """Of a weight's rows, of their scales and zero points."""
     groups = columns // group_size
-    return groups * (1 if mxfp4 else _SCALE_BYTES[scale.dtype]), groups * (zero is not ABSENT)
+    scale_bytes = 1 if weight_format == "mxfp4" else _SCALE_BYTES[scale.dtype]
+    return Weight(columns, groups * scale_bytes, groups * (zero is not ABSENT))
+
+
+def lie_as_copied(parts: tuple[Operand, ...], sizes: Weight) -> bool:
+    """Whether a weight, its scales and its zero points, `parts`, lie as the decode kernel's bulk copies want them."""
+    weight, scale, zero = parts
+    return (
+        weight.aligned(sizes.columns // 2)
+        and scale.aligned(sizes.scale_bytes)
+        and (zero is ABSENT or zero.aligned(sizes.zero_bytes))
+    )
 
 
 def operand(name: str, value: Weights | None, alignment: int) -> Operand:
@@ -201,19 +212,27 @@ class Operands:
         parts = (self.w13, self.s13, self.b13, self.w2, self.s2, self.b2, self.z13, self.z2)
         return any(part.copied for part in parts)
 
+    def formats(self, desc: MoEDesc) -> tuple[Format, Format]:
+        """Of w13 and w2."""
+        of13, of2 = desc.group_sizes
+        return (
+            Format.of(desc.weight_format, self.s13, self.z13, of13),
+            Format.of(desc.weight_format, self.s2, self.z2, of2),
+        )
+
+    def sizes(self, desc: MoEDesc) -> tuple[Weight, Weight]:
+        """Of w13 and w2."""
+        of13, of2 = desc.group_sizes
+        return (
+            sizes_of(desc.weight_format, desc.hidden_size, of13, self.s13, self.z13),
+            sizes_of(desc.weight_format, desc.intermediate_size, of2, self.s2, self.z2),
+        )
+
     def aligned(self, desc: MoEDesc) -> bool:
         """Whether rows and scales lie as the bulk copies of the decode kernel want them."""
-        hidden, intermediate = desc.hidden_size, desc.intermediate_size
-        mxfp4 = desc.weight_format == "mxfp4"
-        of13 = row_bytes(hidden, desc.group_sizes[0], self.s13, self.z13, mxfp4)
-        of2 = row_bytes(intermediate, desc.group_sizes[1], self.s2, self.z2, mxfp4)
-        return (
-            self.w13.aligned(hidden // 2)
-            and self.s13.aligned(of13[0])
-            and self.w2.aligned(intermediate // 2)
-            and self.s2.aligned(of2[0])
-            and (self.z13 is ABSENT or self.z13.aligned(of13[1]))
-            and (self.z2 is ABSENT or self.z2.aligned(of2[1]))
+        of13, of2 = self.sizes(desc)
+        return lie_as_copied((self.w13, self.s13, self.z13), of13) and lie_as_copied(
+            (self.w2, self.s2, self.z2), of2
         )
 
 

@@ -168,11 +168,7 @@ class Prefill:
 
     def __init__(self, call: Call, sizes: tuple[int, ...]) -> None:
         self._call = call
-        desc, operands = call.desc, call.operands
-        formats = (
-            Format.of(desc.weight_format, operands.s13, operands.z13, desc.group_sizes[0]),
-            Format.of(desc.weight_format, operands.s2, operands.z2, desc.group_sizes[1]),
-        )
+        formats = call.operands.formats(call.desc)
         names = ("prefill_gate_up", "prefill_down")
         self._kind = served(call.device)
         self._kernels = [

@@ -17,7 +17,9 @@ measured on an H200 (docs/performance/h200.md)."""
 _PLAN_AND_GATHER = 12  # µs of a projection, there
 _ANOTHER_SIZE = 1.02  # a further tile size is a further launch, whose last tiles leave multiprocessors idle
 _SPREAD = 2.5  # standard deviations of an expert's rows that count
-_MANY_ROWS = 16384  # from an eighth of it on all tiles are full, and what is chosen no longer depends on the rows
+_MANY_ROWS = (
+    16384  # from an eighth of it on all tiles are full, and what is chosen no longer depends on the rows
+)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -21,7 +21,7 @@ from kernels.cuda.int4_calls import (
 )
 from torch import Tensor
 
-from mxk_compile.kernels.cuda import build, decode_project, grouped, int4_splits, schedule, tiles
+from mxk_compile.kernels.cuda import build, decode_project, grouped, int4_splits, operands, schedule, tiles
 from mxk_compile.kernels.cuda.devices import HOPPER
 from mxk_compile.kernels.cuda.int4_splits import Split, Weight
 from mxk_compile.kernels.cuda.schedule import Problem, Product, Schedule
@@ -175,9 +175,9 @@ def test_what_does_not_fit_is_left_to_prefill() -> None:
     assert int4_splits.of_layer(7168, 2048, 48, 8, 64 * 1024) == ()
     assert not Split.of((("column_tiles", 3),)).fits((Weight.common(256),), 4, LIMIT), "rows come in eights"
     assert not Split(2, 4).fits((Weight.common(96),), 4, LIMIT), "a unit a warp of the epilogue"
-    parts = tuple(grouped.operand("weight", part, 16) for part in weight(6, 72, 256, 32))
+    parts = tuple(operands.operand("weight", part, 16) for part in weight(6, 72, 256, 32))
     wanted = Schedule.parse(SPLITS[EIGHT])
-    held = decode_project.weight_of(256, 8, parts)
+    held = operands.sizes_of("uint4", 256, 32, *parts[1:])
     assert not decode_project.runs("routes", wanted, held, parts, 6, (40, 72), HOPPER)
     assert not decode_project.runs("contiguous", wanted, held, parts, 6, (40, 80), HOPPER)
     assert decode_project.runs("sorted", wanted, held, parts, 6, (40, 80), HOPPER)
