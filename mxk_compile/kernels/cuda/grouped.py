@@ -2,7 +2,7 @@
 INT4 and few rows an expert, the decode kernel's one launch (decode_project.py).
 
 Three launches and one more for each further tile size: a plan (rows of each expert, tiles), a gather of x into
-prefill.cu's blocks, and the product, which writes each row of `out` where the caller wants it. Where that costs less
+prefill.cu's panels, and the product, which writes each row of `out` where the caller wants it. Where that costs less
 (`tiles.rows_stay`), the product reads rows of x where they lie, and nothing is gathered. Nothing is read back, so
 that a CUDA graph holds it; rows of `out` that no expert has are not written.
 """
@@ -25,11 +25,11 @@ from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors
 from mxk_compile.kernels.cuda.operands import ABSENT, ALIGNMENT, Format, Operand, operand, sizes_of
 from mxk_compile.kernels.cuda.prefill import (
     ALL,
-    BLOCK,
-    BLOCKED,
     IN_PLACE,
     LISTED,
     MARKED,
+    PANEL,
+    PANELS,
     ROUTES,
     ROW_BYTES,
     ROW_STEP,
@@ -165,7 +165,7 @@ class _Space:
         total_rows = -(-rows // ROW_STEP) * ROW_STEP
         most_tiles = total_rows // most_rows + runs
         # A tile of the last rows is read whole.
-        x_bytes = -(-columns // BLOCK) * total_rows * ROW_BYTES + most_rows * ROW_BYTES
+        x_bytes = -(-columns // PANEL) * total_rows * ROW_BYTES + most_rows * ROW_BYTES
         target_bytes, tiles_bytes = 4 * (total_rows + most_rows), most_tiles * 16 * MOST_SIZES
         parts = prefill.offsets(x_bytes, block_bytes, target_bytes, tiles_bytes, 4 * MOST_SIZES)
         return cls(total_rows, most_tiles, *parts)
@@ -236,10 +236,10 @@ class _Projection:
         sizes = schedule.sizes or tile_sizes(mean, even=overload == "contiguous", most=self._kind.most_rows)
         ordered = overload in ("contiguous", "masked")
         # The tensor maps want strides, and at least a box.
-        mappable = columns >= BLOCK and x_stride > 0 and (x_outer > 0 or x.dim() == 2)
+        mappable = columns >= PANEL and x_stride > 0 and (x_outer > 0 or x.dim() == 2)
         near = max(x.shape[-2] * x_stride, x_outer) < _MOST_AWAY
         stays = aligned and near and self._kind == HOPPER and rows_stay(outputs, sizes[-1], ordered)
-        feed = BLOCKED if not stays else LISTED if not ordered else IN_PLACE if mappable else BLOCKED
+        feed = PANELS if not stays else LISTED if not ordered else IN_PLACE if mappable else PANELS
         self._feed, self._sizes = feed, sizes
         with torch.cuda.device(device):
             small = self._scales is None or self._scales.small is True
@@ -254,7 +254,7 @@ class _Projection:
             runs = min(num_experts, num_rows)
             rows = num_rows + (ROW_STEP - 1) * runs
             self._space = space = _Space.of(
-                rows, runs, 4 * num_rows, columns if feed == BLOCKED else 0, sizes[-1]
+                rows, runs, 4 * num_rows, columns if feed == PANELS else 0, sizes[-1]
             )
             (ids,) = routing
             if feed == LISTED:
@@ -272,7 +272,7 @@ class _Projection:
                 if x.dim() == 2:
                     x_outer = block_size * x_stride
                 expert_places = block_size
-            if feed != BLOCKED:
+            if feed != PANELS:
                 listed = {
                     "sorted": (ROUTES, top_k, num_rows),
                     "contiguous": (MARKED, 1, num_experts),
@@ -285,14 +285,14 @@ class _Projection:
             # Each block may be rounded up, where it does not end on a whole step.
             rows = places + (ROW_STEP - 1) * (blocks if block_size % ROW_STEP else 0)
             self._space = space = _Space.of(
-                rows, blocks, 8 * blocks, columns if feed == BLOCKED else 0, sizes[-1]
+                rows, blocks, 8 * blocks, columns if feed == PANELS else 0, sizes[-1]
             )
             self._rows = _GROUPS.pack(
                 *(0,) * 9,
                 *(x_stride, x_outer, _KINDS[overload], places, block_size, blocks, num_experts),
                 *(num_rows, top_k, columns, space.total_rows, space.most_tiles, *all_sizes, aligned),
             )
-        self._gather_blocks = prefill.gather_blocks(self._places, columns) if feed == BLOCKED else 0
+        self._gather_blocks = prefill.gather_blocks(self._places, columns) if feed == PANELS else 0
         if feed == IN_PLACE:
             self._maps = functools.lru_cache(_MOST_MAPS)(self._encode_maps)
         wide = self._copies_out or out.data_ptr() % ALIGNMENT == 0
@@ -301,7 +301,7 @@ class _Projection:
                 *(field for part in (*self._parts, ABSENT) for field in part.fields),
                 *(*(0,) * 5, out_stride, *listed, x_stride // 8 if feed == LISTED else 0),
                 *(expert_places, space.total_rows),
-                *(-(-columns // BLOCK), columns, outputs),
+                *(-(-columns // PANEL), columns, outputs),
                 *(1, 0, 0, 0, 0, 0, 0.0, 0.0, chained, wide and out_stride % 8 == 0),
             )
             for chained in (False, True)
@@ -340,8 +340,8 @@ class _Projection:
         workspace, space = self._new_workspace(), self._space
         base = workspace.data_ptr()
         tiles, num_tiles, target = base + space.tiles, base + space.num_tiles, base + space.target
-        blocked = self._feed == BLOCKED
-        rows = base + space.x if blocked else x.data_ptr()
+        in_panels = self._feed == PANELS
+        rows = base + space.x if in_panels else x.data_ptr()
         of_blocks = base + space.of_blocks
         first = listed = routing[0].data_ptr()
         if self._overload == "routes":
@@ -362,9 +362,18 @@ class _Projection:
         else:
             plan, gather = _groups(self._kind)
             more = [tensor.data_ptr() for tensor in routing[1:]] or [0, 0]
-            where = (first, *more, x.data_ptr(), rows, of_blocks if blocked else 0, target, tiles, num_tiles)
+            where = (
+                first,
+                *more,
+                x.data_ptr(),
+                rows,
+                of_blocks if in_panels else 0,
+                target,
+                tiles,
+                num_tiles,
+            )
         plan.launch(device, stream, 1, self._rows, where)
-        if blocked:
+        if in_panels:
             gather.launch(device, stream, self._gather_blocks, self._rows, where)
             listed = target
         processors = multiprocessors(device)

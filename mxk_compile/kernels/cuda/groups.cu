@@ -2,7 +2,7 @@
 // where prefill.cu wants them.
 //
 //   groups_plan     blocks of places -> first row of each block, tiles of each tile size
-//   groups_gather   x[source(place)] -> X[row], in prefill.cu's blocks of 64 permuted columns, and the target of each row
+//   groups_gather   x[source(place)] -> X[row], in prefill.cu's panels of 64 permuted columns, and the target of each row
 //
 // A block is `block_size` places of one expert: of sorted_token_ids, of the 128 rows of a group, or the max_m rows of an
 // expert. Places at its end that hold nothing are left out; consecutive full blocks of an expert are one run, so that
@@ -17,7 +17,7 @@ struct Rows {
   const i32* experts;  // sorted: expert_ids
   const i32* count;    // sorted: num_tokens_post_padded
   const u8* x;
-  u8* rows;            // X in blocks
+  u8* rows;            // X in panels
   int2* of_block;      // first row, and places that have one; null: rows stay where they are, and no others are made
   i32* target;         // row of out of each row, -1 for none
   int4* tiles;         // [sizes][most_tiles]; with first places in place of first rows where rows stay
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) groups_plan(const __g
     for (; last < p.blocks && used[last] & CONTINUES; ++last) rows += used[last] & ~CONTINUES;
     int first = block * p.block_size;
     if (p.of_block != nullptr) {
-      // In blocks, rows lie together. Which run comes first no result depends on.
+      // In panels, rows lie together. Which run comes first no result depends on.
       first = atomicAdd(&next_row, (rows + ROW_STEP - 1) / ROW_STEP * ROW_STEP);
       for (int i = block, at = first; i < last; ++i) {
         const int count = used[i] & ~CONTINUES;

@@ -5,19 +5,19 @@
 //   project   out[target(r), n] = bf16(w[n] . X[r])                           (one GEMM by itself, MXK_PROJECT)
 //
 // Operands. Weights as in ops/moe.py: rows of K / 2 bytes and scales of a format of formats.cuh, any row and expert
-// stride. X and H are bf16 in blocks of 64 columns: [block][row][128 bytes], so that a tile of one block is one contiguous
+// stride. X and H are bf16 in panels of 64 columns: [panel][row][128 bytes], so that a tile of one panel is one contiguous
 // piece, which a bulk copy brings to shared memory as WGMMA's 128-byte-swizzled operand: 16-byte chunk c of a row lies at
-// c ^ (row % 8). Inside a block, columns are permuted: position 16s + 8h + 2q + b holds column
+// c ^ (row % 8). Inside a panel, columns are permuted: position 16s + 8h + 2q + b holds column
 // 16q + 8(s / 2) + 2(s % 2) + h + 4b. This is the order in which lane q of four finds its 16 columns in the packed words
 // (pairs are nibbles j and j + 4 of a word), so a weight is unpacked into the A register that multiplies it: no shuffle, and
-// no bf16 weight in shared memory. Both writers of blocks (routing.cu for X, the epilogue below for H) write that order.
+// no bf16 weight in shared memory. Both writers of panels (routing.cu for X, the epilogue below for H) write that order.
 // A projection may also read rows of X where the caller has them (MXK_ROWS): a box of a tensor map, or 16-byte copies of rows
-// that a list names, lie in shared memory as blocks do, with columns in their natural order. Then lane q takes byte q of each
-// packed word, 5 instructions more for 8 codes, and both scales of a block.
+// that a list names, lie in shared memory as panels do, with columns in their natural order. Then lane q takes byte q of each
+// packed word, 5 instructions more for 8 codes, and both scales of a panel.
 //
 // Schedule. Weights are the M side, so 64 rows meet up to TOKENS tokens: a block owns 256 weight rows x up
 // to TOKENS tokens; a launch for each of a few sizes takes the tiles of that size (rows.cuh). The first warpgroup fills a
-// ring of stages of SPAN blocks of columns: activations by bulk copies, packed rows by 16-byte copies, and scales beside
+// ring of stages of SPAN panels of columns: activations by bulk copies, packed rows by 16-byte copies, and scales beside
 // them, as loads by the consumers took a third of their time. The two others hold 2 x 64 rows each, or, with few
 // tokens, four others 64 each; they unpack the next steps while the tensor cores run the last ones, and drift apart by the
 // depth of the ring, which hides their epilogues. A gate
@@ -40,7 +40,7 @@ __device__ __forceinline__ void compute_tile(const Gemm& p, const List& list, in
   const int output_base = row_tile * Rows::OUTPUTS + Rows::distance(pair, first_unit, 0);
   if (output_base >= p.outputs) {  // nothing here for this warpgroup: let the ring pass
     Ring passing = ring;
-    for (int block = 0; block < p.blocks; block += SPAN) {
+    for (int panel = 0; panel < p.panels; panel += SPAN) {
       barrier_wait(passing.filled(), passing.parity);
       if (Products::leads(lane, warp)) barrier_arrive(passing.emptied());
       passing.next();
@@ -82,7 +82,7 @@ __device__ __forceinline__ void compute_tile(const Gemm& p, const List& list, in
     }
   }
   if constexpr (PRODUCT == GATE_UP) {
-    u8* block = p.out + static_cast<i64>(output_base / BLOCK) * p.total_rows * BLOCK_BYTES;
+    u8* panel = p.out + static_cast<i64>(output_base / PANEL) * p.total_rows * PANEL_BYTES;
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
 #pragma unroll
@@ -93,7 +93,7 @@ __device__ __forceinline__ void compute_tile(const Gemm& p, const List& list, in
         const float high = activate(d[1] + bias[unit][0], d[3] + bias[unit][1], p.activation, p.alpha, p.limit);
         const u32 both = transpose_8x8(pack_bf16x2(low, high));  // token lane / 4, outputs 2q and 2q + 1 of the chunk
         const int row = first_row + 8 * j + g, chunk = 4 * (first_unit + unit) + warp;
-        *reinterpret_cast<u32*>(block + static_cast<i64>(row) * BLOCK_BYTES + (chunk ^ (row & 7)) * 16 + quarter * 4) =
+        *reinterpret_cast<u32*>(panel + static_cast<i64>(row) * PANEL_BYTES + (chunk ^ (row & 7)) * 16 + quarter * 4) =
             both;
       }
     }
@@ -163,7 +163,7 @@ __device__ __forceinline__ void gemm(const Gemm& p) {
   const int row_tiles = Tile<PRODUCT>::rows_of(p);
   const int total = *p.num_tiles * row_tiles;
 
-  const int stages = (p.blocks + SPAN - 1) / SPAN;
+  const int stages = (p.panels + SPAN - 1) / SPAN;
   int list = 0;
   const auto next_tile = [&](int& work) {
     work += gridDim.x;

@@ -2,8 +2,8 @@
 #pragma once
 #include "formats.cuh"
 
-constexpr int BLOCK = 64;                 // columns of a block: 128 bytes of bf16, the swizzle's span
-constexpr int BLOCK_BYTES = 2 * BLOCK;    // of a row
+constexpr int PANEL = 64;                 // columns of a panel: 128 bytes of bf16, the swizzle's span
+constexpr int PANEL_BYTES = 2 * PANEL;    // of a row
 #ifndef MXK_TOKENS
 #define MXK_TOKENS 128
 #endif
@@ -13,20 +13,20 @@ constexpr int BLOCK_BYTES = 2 * BLOCK;    // of a row
 #ifndef MXK_PROJECT
 #define MXK_PROJECT 0
 #endif
-// Where rows of activations lie, of a projection: in blocks, or as the caller has them: rows that a list names, or the rows
+// Where rows of activations lie, of a projection: in panels, or as the caller has them: rows that a list names, or the rows
 // themselves, by a tensor map.
-#define BLOCKED 0
+#define PANELS 0
 #define LISTED 1
 #define IN_PLACE 2
 #ifndef MXK_ROWS
-#define MXK_ROWS BLOCKED
+#define MXK_ROWS PANELS
 #endif
-constexpr bool NATURAL = MXK_ROWS != BLOCKED;  // the order of a block's columns
+constexpr bool NATURAL = MXK_ROWS != PANELS;  // the order of a panel's columns
 constexpr int TOKENS = MXK_TOKENS;        // of a tile: wgmma's N, 16..176 in steps of 16
 constexpr int ROWS = 256;                 // weight rows of a tile
-constexpr int PACKED_BYTES = BLOCK / 2;   // of a block of one weight row
+constexpr int PACKED_BYTES = PANEL / 2;   // of a panel of one weight row
 constexpr bool ROOMY = MXK_SHARED >= 200 * 1024;
-// Blocks of a stage: 128 bytes of a row, a line of L2, where bytes bind; 64 where activations need the room.
+// Panels of a stage: 128 bytes of a row, a line of L2, where bytes bind; 64 where activations need the room.
 constexpr int SPAN = TOKENS <= 64 && ROOMY ? 4 : 2;
 // Warpgroups of consumers, and units of 64 weight rows that each multiplies. With WGMMA and few tokens, four fill each
 // other's waits from one deep ring, where two blocks a multiprocessor had rings of two stages.
@@ -36,7 +36,7 @@ constexpr int UNITS = ROWS / 64 / GROUPS;
 // its sums are not in registers.
 constexpr int GROUP_STEPS = MXK_MULTIPLY == 2 ? 4 : TOKENS <= 128 ? 2 : 1;
 constexpr int SPAN_BYTES = SPAN * PACKED_BYTES;
-constexpr int TOKEN_BYTES = TOKENS * BLOCK_BYTES;  // of one block
+constexpr int TOKEN_BYTES = TOKENS * PANEL_BYTES;  // of one panel
 constexpr int WEIGHTS = SPAN * TOKEN_BYTES;        // where they lie in a stage
 // Scales of groups of 32 that fit pass through shared memory; the others are read where they are used.
 constexpr bool STAGED = GROUP_LOG == 5 && SCALE_BYTES <= 2 && !MXK_ZEROS;
@@ -72,11 +72,11 @@ enum Listed : i32 {
 
 struct Gemm {
 #if MXK_ROWS == IN_PLACE
-  TensorMap map;       // of activations: columns, rows, experts; a box: BLOCK columns of TOKENS rows
+  TensorMap map;       // of activations: columns, rows, experts; a box: PANEL columns of TOKENS rows
 #endif
   Operand weight, scale, zero, bias;
   const u8* rows;      // activations
-  u8* out;             // gate_up: H in blocks; down: Y [rows][outputs] fp32; project: bf16, rows out_stride apart
+  u8* out;             // gate_up: H in panels; down: Y [rows][outputs] fp32; project: bf16, rows out_stride apart
   const int4* tiles;   // {expert, first place, places <= TOKENS, rounded up to 16; places}
   const i32* num_tiles;
   const i32* list;     // project
@@ -84,8 +84,8 @@ struct Gemm {
   i32 listed, share, most_listed;
   i32 row_stride;      // listed: of activations, in 16 bytes
   i32 expert_places;   // in place: of each expert; 0: places are those of all
-  i32 total_rows;      // of the blocked buffers
-  i32 blocks;          // of the input columns, rounded up
+  i32 total_rows;      // of the panelled buffers
+  i32 panels;          // of the input columns, rounded up
   i32 columns;         // K, or I
   i32 outputs;         // gate_up: I; down: K; project: N
   i32 row_step, gate_row, up_row, up_expert;  // row of output i: gate i * row_step + gate_row, up of expert + up_expert
@@ -124,8 +124,8 @@ struct RegisterSums {
   __device__ __forceinline__ void end() {}
 };
 
-// Scales of one block of a lane's weight rows: its units, and rows g and g + 8 (gate and up) of a fragment.
-// In their natural order, a lane's columns of a block are of two groups of 32.
+// Scales of one panel of a lane's weight rows: its units, and rows g and g + 8 (gate and up) of a fragment.
+// In their natural order, a lane's columns of a panel are of two groups of 32.
 constexpr int SCALE_PARTS = NATURAL && GROUP_LOG == 5 ? 2 : 1;
 struct Scales {
   Scale of[SCALE_PARTS][UNITS][2];
@@ -137,11 +137,11 @@ struct ScaleRows {  // where the lane reads those that are not staged
   i32 unit, zero_unit;  // from the first unit's to the second's, bytes
   i32 columns[UNITS];   // of a unit, none for a row beyond the matrix
 
-  __device__ __forceinline__ void load(Scales& scales, int block, int quarter) const {
+  __device__ __forceinline__ void load(Scales& scales, int panel, int quarter) const {
     if constexpr (STAGED) return;
 #pragma unroll
     for (int part = 0; part < SCALE_PARTS; ++part) {
-      const int column = BLOCK * block + (NATURAL ? 32 * part : 16 * quarter);
+      const int column = PANEL * panel + (NATURAL ? 32 * part : 16 * quarter);
 #pragma unroll
       for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
@@ -169,7 +169,7 @@ struct Ring {
   __device__ __forceinline__ u32 emptied() const { return empty + 8 * stage; }
 };
 
-// A stage's pieces of a row, one a block, are turned so that eight rows at once hit no bank twice.
+// A stage's pieces of a row, one a panel, are turned so that eight rows at once hit no bank twice.
 __device__ __forceinline__ u32 turn_of(int slot) { return SPAN == 4 ? slot % 4 : slot / 2 % 2; }
 
 // Where a lane reads in a stage, and what of it is the lane's.
@@ -184,9 +184,9 @@ struct Lane {
   static constexpr __device__ u32 selector_of(int group) {
     return group == 0 ? IS_MXFP4 ? 0x4440 : 0x1010 : IS_MXFP4 ? 0x4441 : 0x3232;
   }
-  // For __byte_perm, of the scales of a block's two groups.
+  // For __byte_perm, of the scales of a panel's two groups.
   __device__ __forceinline__ u32 selector(int part) const { return NATURAL ? selector_of(part) : of_quarter; }
-  // The lane's 16 codes of a block: a quarter of a row's, or byte `quarter` of each word.
+  // The lane's 16 codes of a panel: a quarter of a row's, or byte `quarter` of each word.
   __device__ __forceinline__ void load(u32 (&codes)[2], u32 address) const {
     if constexpr (NATURAL) {
 #pragma unroll
@@ -202,7 +202,7 @@ struct Lane {
 };
 
 // Which weight rows a fragment's rows g and g + 8 (half 0 and 1) of a warp in `unit` are.
-//   gate_up   of a block of 64 outputs those whose permuted places are neighbours (see above); halves are gate and up
+//   gate_up   of a panel of 64 outputs those whose permuted places are neighbours (see above); halves are gate and up
 //   down      16 neighbouring rows a fragment
 //   project   so that a lane of four ends up with 8 neighbouring outputs of a token: 16 bytes
 template <Product PRODUCT>

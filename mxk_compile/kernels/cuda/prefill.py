@@ -26,11 +26,11 @@ _MAPPED_CHANGING = (
     (0, struct.Struct(f"={MAP_BYTES}s")),
     *((MAP_BYTES + at, part) for at, part in GEMM_CHANGING),
 )
-BLOCKED, LISTED, IN_PLACE = range(3)  # of activations: MXK_ROWS of prefill.cuh
+PANELS, LISTED, IN_PLACE = range(3)  # of activations: MXK_ROWS of prefill.cuh
 ALL, ROUTES, MARKED = range(3)  # enum Listed there
 ROUTING = struct.Struct("=10Q6q16i")
 ROUTING_CHANGING = ((0, struct.Struct("=10Q")),)
-BLOCK, ROW_BYTES = 64, 128  # columns of a block of activations, and its bytes a row
+PANEL, ROW_BYTES = 64, 128  # columns of a panel of activations, and its bytes a row
 ROW_STEP = 16  # an expert's rows begin at multiples of it
 SORT_THREADS, GATHER_WARPS, _SUM_THREADS = 1024, 8, 256
 SEGMENT = 1024  # columns of a row that a warp gathers
@@ -41,7 +41,7 @@ _CHUNK_TOKENS = 16384
 
 @functools.cache
 def library(
-    tokens: int, weight: Format, scales_small: bool, project: bool, device: Device, rows: int = BLOCKED
+    tokens: int, weight: Format, scales_small: bool, project: bool, device: Device, rows: int = PANELS
 ) -> Library:
     """prefill.cu for tiles of at most `tokens` rows: its products of a layer, or the one that stands by itself."""
     macros = {"MXK_TOKENS": tokens, "MXK_PROJECT": int(project), "MXK_SCALES_SMALL": int(scales_small)}
@@ -51,7 +51,7 @@ def library(
 
 @functools.cache
 def product(
-    name: str, tokens: int, weight: Format, scales_small: bool, device: Device, rows: int = BLOCKED
+    name: str, tokens: int, weight: Format, scales_small: bool, device: Device, rows: int = PANELS
 ) -> tuple[Kernel, int]:
     """Kernel `name` of prefill.cu, and how many of its blocks a multiprocessor holds."""
     module = library(tokens, weight, scales_small, name == "prefill_project", device, rows)
@@ -105,8 +105,8 @@ class _Space:
         most_tiles = total_rows // most_rows + desc.num_experts
         # A tile of the last rows is read whole.
         slack = most_rows * ROW_BYTES
-        x_bytes = -(-desc.hidden_size // BLOCK) * total_rows * ROW_BYTES + slack
-        h_bytes = -(-desc.intermediate_size // BLOCK) * total_rows * ROW_BYTES + slack
+        x_bytes = -(-desc.hidden_size // PANEL) * total_rows * ROW_BYTES + slack
+        h_bytes = -(-desc.intermediate_size // PANEL) * total_rows * ROW_BYTES + slack
         y_bytes = total_rows * desc.hidden_size * 4
         # Y overwrites X, which nobody reads any more.
         xy, h, tiles, num_tiles, row_of_route, size = offsets(
@@ -146,7 +146,7 @@ class _Part:
         ) -> bytes:
             return GEMM.pack(
                 *(field for part in parts for field in part.fields),
-                *(*(0,) * 11, space.total_rows, -(-inputs // BLOCK), inputs, outputs, *rows),
+                *(*(0,) * 11, space.total_rows, -(-inputs // PANEL), inputs, outputs, *rows),
                 *(parts[3].dtype, kind, call.alpha, call.limit, chained, 0),
             )
 

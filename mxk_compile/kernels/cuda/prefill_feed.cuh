@@ -2,18 +2,18 @@
 #pragma once
 #include "prefill.cuh"
 
-// Activations of a tile in blocks, or in place, by one thread.
+// Activations of a tile in panels, or in place, by one thread.
 __device__ __forceinline__ void feed_tokens(const Gemm& p, const int4& tile, Ring ring) {
-  const u8* from = p.rows + static_cast<i64>(tile.y) * BLOCK_BYTES;
-  const i64 step = static_cast<i64>(p.total_rows) * BLOCK_BYTES;
-  for (int block = 0; block < p.blocks; block += SPAN) {
-    const int count = min(SPAN, p.blocks - block);
+  const u8* from = p.rows + static_cast<i64>(tile.y) * PANEL_BYTES;
+  const i64 step = static_cast<i64>(p.total_rows) * PANEL_BYTES;
+  for (int panel = 0; panel < p.panels; panel += SPAN) {
+    const int count = min(SPAN, p.panels - panel);
     barrier_wait(ring.emptied(), ring.parity);
     barrier_arrive_expect(ring.filled(), count * TOKEN_BYTES);
     for (int i = 0; i < count; ++i, from += step) {
       const u32 target = ring.here() + i * TOKEN_BYTES;
 #if MXK_ROWS == IN_PLACE
-      tensor_copy(target, p.map.bytes, BLOCK * (block + i), tile.y - tile.x * p.expert_places, p.expert_places ? tile.x : 0,
+      tensor_copy(target, p.map.bytes, PANEL * (panel + i), tile.y - tile.x * p.expert_places, p.expert_places ? tile.x : 0,
                   ring.filled());
 #else
       bulk_copy(target, from, TOKEN_BYTES, ring.filled());
@@ -61,9 +61,9 @@ __device__ __forceinline__ void feed_rows(const Gemm& p, const int4& tile, const
   const int chunk = lane % 8, first = 4 * warp + lane / 8;
   const u8* from = p.rows + 16 * chunk;
   int columns = p.columns - 8 * chunk;
-  for (int block = 0; block < p.blocks; block += SPAN) {
+  for (int panel = 0; panel < p.panels; panel += SPAN) {
     barrier_wait(ring.emptied(), ring.parity);
-    const u32 here = ring.here() + first * BLOCK_BYTES;
+    const u32 here = ring.here() + first * PANEL_BYTES;
 #pragma unroll
     for (int base = 0; base < TOKENS; base += AT_ONCE * STEP) {
       if (base >= tile.z) break;
@@ -72,16 +72,16 @@ __device__ __forceinline__ void feed_rows(const Gemm& p, const int4& tile, const
         const int at = base + STEP * i;
         if (at >= TOKENS) continue;
         const u8* row = from + static_cast<u64>(list.source[at + first]) * 16;
-        const u32 target = here + at * BLOCK_BYTES + (chunk ^ (at + first) % 8) * 16;
+        const u32 target = here + at * PANEL_BYTES + (chunk ^ (at + first) % 8) * 16;
 #pragma unroll
         for (int j = 0; j < SPAN; ++j)
-          copy_16(target + j * TOKEN_BYTES, row + j * BLOCK_BYTES, BLOCK * j < columns ? 16 : 0);
+          copy_16(target + j * TOKEN_BYTES, row + j * PANEL_BYTES, PANEL * j < columns ? 16 : 0);
       }
     }
     barrier_arrive_after_copies(ring.filled());
     if (lane == 0) barrier_arrive(ring.filled());  // for what the warp has said in `list`
-    from += SPAN * BLOCK_BYTES;
-    columns -= SPAN * BLOCK;
+    from += SPAN * PANEL_BYTES;
+    columns -= SPAN * PANEL;
     ring.next();
   }
 }
@@ -107,7 +107,7 @@ __device__ __forceinline__ void feed_weights(const Gemm& p, const int4& tile, in
   const i64 of_warp = Rows::WARP * stride, of_unit = Rows::UNIT * stride, of_group = Rows::GROUP * stride;
   const i64 steps[4] = {0, of_warp, 2 * of_warp, 3 * of_warp};
   int columns = p.columns - 32 * chunk;
-  for (int block = 0; block < p.blocks; block += SPAN) {
+  for (int panel = 0; panel < p.panels; panel += SPAN) {
     barrier_wait(ring.emptied(), ring.parity);
     const u32 target = ring.here() + to, valid = columns > 0 ? 16 : 0;
     if (whole) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void feed_weights(const Gemm& p, const int4& tile, in
     barrier_arrive_after_copies(ring.filled());
 #pragma unroll
     for (int i = 0; i < 2 / HALVES; ++i) from[i] += SPAN_BYTES;
-    columns -= SPAN * BLOCK;
+    columns -= SPAN * PANEL;
     ring.next();
   }
 }
@@ -162,7 +162,7 @@ __device__ __forceinline__ void feed_scales(const Gemm& p, const int4& tile, int
   int groups = (p.columns + 31) / 32;
   if constexpr (MXK_SCALE_ALIGNMENT >= 4) {
     constexpr int SIZE = MXK_SCALE_ALIGNMENT < ROW_SCALES ? MXK_SCALE_ALIGNMENT : STAGED ? ROW_SCALES : 4;
-    for (int block = 0; block < p.blocks; block += SPAN) {
+    for (int panel = 0; panel < p.panels; panel += SPAN) {
       barrier_wait(ring.emptied(), ring.parity);
       const u32 target = ring.here() + to;
 #pragma unroll 1
@@ -221,7 +221,7 @@ __device__ __forceinline__ void feed_scales(const Gemm& p, const int4& tile, int
       }
     };
     load(true, false);
-    for (int block = 0; block < p.blocks; block += SPAN) {
+    for (int panel = 0; panel < p.panels; panel += SPAN) {
       barrier_wait(ring.emptied(), ring.parity);
       const u32 target = ring.here() + to;
       if (groups >= 2 * SPAN) store(target, ROW_SCALES);

@@ -8,7 +8,7 @@
 #include "prefill_tcgen05.cuh"
 #endif
 
-// Staged scales of a stage, of a lane's rows: a word a row and pair of blocks with E8M0 bytes, else a word a block.
+// Staged scales of a stage, of a lane's rows: a word a row and pair of panels with E8M0 bytes, else a word a panel.
 struct StagedScales {
   static constexpr int WORDS = STAGED ? ROW_SCALES / 4 : 1;
   u32 of[UNITS][2][WORDS];
@@ -22,20 +22,20 @@ struct StagedScales {
       }
     }
   }
-  // Of a block of the stage, made ready.
-  __device__ __forceinline__ Scale ready(int unit, int half, int block, u32 selector) const {
+  // Of a panel of the stage, made ready.
+  __device__ __forceinline__ Scale ready(int unit, int half, int panel, u32 selector) const {
     const u32* words = of[unit][half];
     if constexpr (IS_MXFP4) {
-      return {scale_pair(__byte_perm(words[block / 2], 0, selector + block % 2 * 2)), 0};
+      return {scale_pair(__byte_perm(words[panel / 2], 0, selector + panel % 2 * 2)), 0};
     } else {
-      const u32 twice = __byte_perm(words[block], 0, selector);
+      const u32 twice = __byte_perm(words[panel], 0, selector);
       if constexpr (MXK_SCALES == FP16) return make_ready(Scale{twice & 0xFFFF, 0});
       return {twice, 0};
     }
   }
 };
 
-using Words = u32[UNITS][2][2];  // of a block of a lane's rows
+using Words = u32[UNITS][2][2];  // of a panel of a lane's rows
 
 __device__ __forceinline__ void load_words(Words& words, const Lane& lane, u32 at) {
 #pragma unroll
@@ -45,17 +45,17 @@ __device__ __forceinline__ void load_words(Words& words, const Lane& lane, u32 a
   }
 }
 
-// BLOCK_OF_STAGE: 0 to SPAN - 1. Slots of units and halves are 32 rows apart.
-template <int BLOCK_OF_STAGE, typename Operand>
-__device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fragment (&fragment)[2], const Scales& scales,
+// PANEL_OF_STAGE: 0 to SPAN - 1. Slots of units and halves are 32 rows apart.
+template <int PANEL_OF_STAGE, typename Operand>
+__device__ __forceinline__ void multiply_panel(Products& products, Sums& sum, Fragment (&fragment)[2], const Scales& scales,
                                                const StagedScales& staged, Words (&loaded)[2], Operand operand, u32 at,
                                                const Lane& lane, u32 used, bool leader, const Constants& constants) {
-  // With few rows there are registers for the next block's words, asked for before this one's are unpacked.
+  // With few rows there are registers for the next panel's words, asked for before this one's are unpacked.
   constexpr bool EARLY = UNITS == 1;
-  if constexpr (!EARLY && BLOCK_OF_STAGE > 0) load_words(loaded[BLOCK_OF_STAGE % 2], lane, at ^ (BLOCK_OF_STAGE * PACKED_BYTES));
-  const Words& words = loaded[BLOCK_OF_STAGE % 2];
-  if constexpr (EARLY && BLOCK_OF_STAGE + 1 < SPAN)
-    load_words(loaded[(BLOCK_OF_STAGE + 1) % 2], lane, at ^ ((BLOCK_OF_STAGE + 1) * PACKED_BYTES));
+  if constexpr (!EARLY && PANEL_OF_STAGE > 0) load_words(loaded[PANEL_OF_STAGE % 2], lane, at ^ (PANEL_OF_STAGE * PACKED_BYTES));
+  const Words& words = loaded[PANEL_OF_STAGE % 2];
+  if constexpr (EARLY && PANEL_OF_STAGE + 1 < SPAN)
+    load_words(loaded[(PANEL_OF_STAGE + 1) % 2], lane, at ^ ((PANEL_OF_STAGE + 1) * PACKED_BYTES));
   Scale ready[SCALE_PARTS][UNITS][2];
 #pragma unroll
   for (int part = 0; part < SCALE_PARTS; ++part) {
@@ -64,14 +64,14 @@ __device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fr
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         Scale& scale = ready[part][unit][half];
-        if constexpr (STAGED) scale = staged.ready(unit, half, BLOCK_OF_STAGE, lane.selector(part));
+        if constexpr (STAGED) scale = staged.ready(unit, half, PANEL_OF_STAGE, lane.selector(part));
         else scale = make_ready(scales.of[part][unit][half]);
       }
     }
   }
 #pragma unroll
   for (int first = 0; first < 4; first += GROUP_STEPS) {
-    products.wait(BLOCK_OF_STAGE == 0 && first == GROUP_STEPS && leader, used);
+    products.wait(PANEL_OF_STAGE == 0 && first == GROUP_STEPS && leader, used);
     Fragment& group = fragment[first / GROUP_STEPS & 1];
 #pragma unroll
     for (int i = 0; i < GROUP_STEPS; ++i) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void multiply_block(Products& products, Sums& sum, Fr
         }
       }
     }
-    products.run(sum, group, operand + BLOCK_OF_STAGE * TOKEN_BYTES / Products::OPERAND_BYTES, first, leader);
+    products.run(sum, group, operand + PANEL_OF_STAGE * TOKEN_BYTES / Products::OPERAND_BYTES, first, leader);
   }
 }
 
@@ -103,8 +103,8 @@ __device__ __forceinline__ void multiply(Products& products, Sums& sum, const Ge
   rows.load(scales[1], 1, quarter);
   products.begin(sum);
   u32 used = ~0u;  // empty-barrier of the stage before
-  // A stage: all its blocks, or, the last one, `count` of them.
-  const auto multiply_stage = [&](int block, int count) {
+  // A stage: all its panels, or, the last one, `count` of them.
+  const auto multiply_stage = [&](int panel, int count) {
     const u32 stage = ring.here(), at = stage + lane.weights;
     barrier_wait(ring.filled(), ring.parity);
     if constexpr (MXK_ROWS == LISTED) copies_to_products_fence();
@@ -112,18 +112,18 @@ __device__ __forceinline__ void multiply(Products& products, Sums& sum, const Ge
     Words loaded[2];
     load_words(loaded[0], lane, at);
     staged.load(stage + lane.scales);
-    multiply_block<0>(products, sum, fragment, scales[0], staged, loaded, operand, at, lane, used, leader, constants);
-    rows.load(scales[0], block + 2, quarter);
+    multiply_panel<0>(products, sum, fragment, scales[0], staged, loaded, operand, at, lane, used, leader, constants);
+    rows.load(scales[0], panel + 2, quarter);
     if (count > 1) {
-      multiply_block<1>(products, sum, fragment, scales[1], staged, loaded, operand, at, lane, used, leader, constants);
-      rows.load(scales[1], block + 3, quarter);
+      multiply_panel<1>(products, sum, fragment, scales[1], staged, loaded, operand, at, lane, used, leader, constants);
+      rows.load(scales[1], panel + 3, quarter);
       if constexpr (SPAN == 4) {
         if (count > 2) {
-          multiply_block<2>(products, sum, fragment, scales[0], staged, loaded, operand, at, lane, used, leader, constants);
-          rows.load(scales[0], block + 4, quarter);
+          multiply_panel<2>(products, sum, fragment, scales[0], staged, loaded, operand, at, lane, used, leader, constants);
+          rows.load(scales[0], panel + 4, quarter);
           if (count > 3) {
-            multiply_block<3>(products, sum, fragment, scales[1], staged, loaded, operand, at, lane, used, leader, constants);
-            rows.load(scales[1], block + 5, quarter);
+            multiply_panel<3>(products, sum, fragment, scales[1], staged, loaded, operand, at, lane, used, leader, constants);
+            rows.load(scales[1], panel + 5, quarter);
           }
         }
       }
@@ -132,13 +132,13 @@ __device__ __forceinline__ void multiply(Products& products, Sums& sum, const Ge
     products.leave(used, leader);
     ring.next();
   };
-  int block = 0;
+  int panel = 0;
 #pragma unroll 1
-  for (; block + SPAN <= p.blocks; block += SPAN) multiply_stage(block, SPAN);
-  if (block < p.blocks) {
+  for (; panel + SPAN <= p.panels; panel += SPAN) multiply_stage(panel, SPAN);
+  if (panel < p.panels) {
     products.drain(used, leader);
     used = ~0u;
-    multiply_stage(block, p.blocks - block);
+    multiply_stage(panel, p.panels - panel);
   }
   products.finish(sum, used, leader);
 }

@@ -2,14 +2,14 @@
 //
 // A warpgroup's 128 weight rows are one instruction's M: lane 32 w + 16 u + i of tensor memory is row i of warp w's unit u.
 // Its transfers of 16 lanes have the fragments of mma.sync (mma.cuh): .16x128b a fragment of A, .16x256b one of D. So
-// fragments are made as for WGMMA, a block of 64 columns at a time, stored, and multiplied by one thread's instructions
-// while the next block's are made in the other of two buffers. The sums come back to registers at a tile's end.
+// fragments are made as for WGMMA, a panel of 64 columns at a time, stored, and multiplied by one thread's instructions
+// while the next panel's are made in the other of two buffers. The sums come back to registers at a tile's end.
 //
 // Never run: compiled by NVRTC, and emulated on a CPU from what the PTX ISA says ("TensorCore 5th Generation Family").
 #pragma once
 #include "prefill.cuh"
 
-constexpr int SUM_COLUMNS = (TOKENS + 63) / 64 * 64, A_COLUMNS = BLOCK / 2;   // of tensor memory; of a buffer of A
+constexpr int SUM_COLUMNS = (TOKENS + 63) / 64 * 64, A_COLUMNS = PANEL / 2;   // of tensor memory; of a buffer of A
 constexpr int GROUP_COLUMNS = SUM_COLUMNS + 2 * A_COLUMNS <= 128 ? 128 : 256;  // of a warpgroup
 static_assert(SUM_COLUMNS + 2 * A_COLUMNS <= GROUP_COLUMNS && 2 * GROUP_COLUMNS * BLOCKS <= 512, "tensor memory");
 // fp32 sums of bf16 products, both operands K-major, N = TOKENS, M = 128 (PTX ISA, "Instruction descriptor").
@@ -61,7 +61,7 @@ struct Products {
   };
   static __device__ __forceinline__ bool leads(int lane, int warp) { return lane == 0 && warp == 0; }
   bool more;                     // whether there are sums to add to
-  u32 group = (threadIdx.x - PRODUCERS) / 128, turn = 0;  // blocks so far
+  u32 group = (threadIdx.x - PRODUCERS) / 128, turn = 0;  // panels so far
   u32 sums, done;
 
   static constexpr int OPERAND_BYTES = 16;

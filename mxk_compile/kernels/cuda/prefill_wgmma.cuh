@@ -4,7 +4,7 @@
 #include "wgmma.cuh"
 
 struct Products : RegisterSums {
-  // A block of activations: K-major, 128-byte swizzle, 8 rows = 1024 bytes; this is the lower half of its descriptor.
+  // A panel of activations: K-major, 128-byte swizzle, 8 rows = 1024 bytes; this is the lower half of its descriptor.
   static constexpr int OPERAND_BYTES = 16;
   static __device__ __forceinline__ u32 operand(u32 address) {
     return __shfl_sync(~0u, 1 << 16 | (address & 0x3FFFF) >> 4, 0);
@@ -15,7 +15,7 @@ struct Products : RegisterSums {
     wgmma_wait<1>();  // of the products that read them, all but the group before
     if (leaves && used != ~0u) barrier_arrive(used);
   }
-  // `first`: the first step's number in its block.
+  // `first`: the first step's number in its panel.
   __device__ __forceinline__ void run(Sums& sum, const Fragment& group, u32 operand, int first, bool) {
     wgmma_fence();
 #pragma unroll

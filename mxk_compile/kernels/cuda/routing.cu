@@ -1,7 +1,7 @@
 // What surrounds the expert GEMMs of prefill.cu: rows sorted by expert before them, routes summed per token after.
 //
 //   prefill_sort     routes -> row of each route, tiles of each tile size
-//   prefill_gather   x[token] -> X[row], in prefill.cu's blocks of 64 permuted columns
+//   prefill_gather   x[token] -> X[row], in prefill.cu's panels of 64 permuted columns
 //   prefill_sum      out[t] = sum over slots, in order, of topk_weights[t, slot] * Y[row of the route]    (or per route)
 //
 // Sorting is a counting sort in one block: the counts of the experts are in shared memory, and nothing goes to the host.
@@ -18,7 +18,7 @@ struct Routing {
   const u8* weights;
   const u8* x;
   const float* y;       // [total_rows][hidden]
-  u8* rows;             // X in blocks
+  u8* rows;             // X in panels
   u8* out;              // bf16 [tokens, hidden] or [tokens, top_k, hidden]
   i32* row_of_route;    // -1: not here
   int4* tiles;          // [sizes][most_tiles]

@@ -1,4 +1,4 @@
-// Rows into prefill.cu's blocks of 64 permuted columns, tiles of an expert's rows, and a sum over a block's threads.
+// Rows into prefill.cu's panels of 64 permuted columns, tiles of an expert's rows, and a sum over a block's threads.
 #pragma once
 #include "call.cuh"
 
@@ -44,12 +44,12 @@ __device__ __forceinline__ void make_tiles(int4* tiles, int* lists, const i32 (&
 }
 
 // A warp copies SEGMENT columns of a row of x: all loads first, so that few rows are not a chain of latencies. Eight lanes
-// hold a block of 64 columns, 16 bytes each; the permutation is an exchange of 4-byte pairs (column j, column j + 4), through
+// hold a panel of 64 columns, 16 bytes each; the permutation is an exchange of 4-byte pairs (column j, column j + 4), through
 // shared memory.
 constexpr int SEGMENT = 1024;
 
 struct Exchange {
-  uint4 words[4 * 10];  // 8 lanes' words and 8 words of padding a block: no bank twice
+  uint4 words[4 * 10];  // 8 lanes' words and 8 words of padding a panel: no bank twice
 };
 
 __device__ __forceinline__ void copy_row(const u16* x, bool aligned, int columns, u8* rows, i64 total_rows, int row,
@@ -82,7 +82,7 @@ __device__ __forceinline__ void copy_row(const u16* x, bool aligned, int columns
         make_uint4(__byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
                    __byte_perm(v.y, v.w, 0x7632));  // pairs 0..3 of this lane's eight columns
     __syncwarp();
-    // Chunk c of the block takes pair c % 4 of columns 16q + 8 (c / 4) ..., q = 0..3.
+    // Chunk c of the panel takes pair c % 4 of columns 16q + 8 (c / 4) ..., q = 0..3.
     v = make_uint4(words[4 * unit + pair], words[4 * (2 + unit) + pair], words[4 * (4 + unit) + pair],
                    words[4 * (6 + unit) + pair]);
     if (chunk < chunks) {

@@ -17,9 +17,7 @@ measured on an H200 (docs/performance/h200.md)."""
 _PLAN_AND_GATHER = 12  # µs of a projection, there
 _ANOTHER_SIZE = 1.02  # a further tile size is a further launch, whose last tiles leave multiprocessors idle
 _SPREAD = 2.5  # standard deviations of an expert's rows that count
-_MANY_ROWS = (
-    16384  # from an eighth of it on all tiles are full, and what is chosen no longer depends on the rows
-)
+_MANY_ROWS = 16384  # from an eighth of it on all tiles are full: what is chosen depends on the rows no longer
 
 
 @functools.lru_cache(maxsize=4096)
@@ -42,7 +40,7 @@ def product_us(rows: float, *, even: bool = False, most: int = TILE_SIZES[-1]) -
 
 
 def rows_stay(outputs: int, size: int, ordered: bool) -> bool:
-    """Whether prefill.cu reads rows of a projection where they lie, and no launch brings them into blocks before.
+    """Whether prefill.cu reads rows of a projection where they lie, and no launch brings them into panels before.
 
     What it saves is that launch's bytes, as many for few outputs as for many. What it costs is a share of the product:
     for columns in their natural order 10 % with 128 rows a tile, 15 with 64; rows that lie apart, which threads copy in
