@@ -5,8 +5,8 @@ PRE_PLACEMENT. There the graph is flat, functional ATen whose nodes are describe
 bring the same metadata. Bridges without the registry (1.19) get the pass put into the list that `get_passes` returns,
 before fake propagation, which then describes the new nodes itself.
 
-`PT_HPU_DISABLE_pass_mxk_moe=1` switches it off, as it does for any pass of the bridge. This file alone imports the
-bridge, inside functions.
+`PT_HPU_DISABLE_pass_mxk_moe=1` switches it off, as it does for any pass of the bridge. This file alone of the
+passes imports the bridge, inside functions.
 """
 
 from __future__ import annotations

@@ -61,11 +61,16 @@ def config(desc: MoEDesc) -> KernelConfig:
     return KernelConfig("cuda", "nvrtc", devices.served(desc.device_index).architecture)
 
 
-def plan(desc: MoEDesc, num_tokens: int) -> Schedule:
-    """What runs a call with this many tokens."""
+def problem_of(desc: MoEDesc, num_tokens: int) -> Problem:
+    """What the schedule of a call with this many tokens may depend on."""
     sizes = (desc.num_experts, desc.intermediate_size, desc.hidden_size, desc.top_k)
     name, kind = torch.cuda.get_device_name(desc.device_index), devices.served(desc.device_index)
-    return choose(Problem(name, desc.weight_format, *sizes, num_tokens, kind))
+    return Problem(name, desc.weight_format, *sizes, num_tokens, kind)
+
+
+def plan(desc: MoEDesc, num_tokens: int) -> Schedule:
+    """What runs a call with this many tokens."""
+    return choose(problem_of(desc, num_tokens))
 
 
 class Prepared:

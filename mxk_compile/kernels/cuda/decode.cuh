@@ -112,7 +112,7 @@ constexpr int CONSUMERS = 4 * MXK_GROUPS;
 constexpr int THREADS = (CONSUMERS + HELPERS) * 32;
 // Register counts are set by warpgroup and must fit what the launch gives: asking for more would wait for ever.
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int HELPER_REGISTERS = MXK_FORMAT ? 88 : MXK_GROUPS > 2 ? 72 : 96;  // with fewer, the epilogue's spill
+constexpr int HELPER_REGISTERS = MXK_FORMAT ? 88 : MXK_GROUPS > 2 ? 72 : 96;  // with fewer, MXFP4's epilogue spills
 constexpr int CONSUMER_REGISTERS = (LAUNCH_REGISTERS * THREADS - HELPERS * 32 * HELPER_REGISTERS) / (CONSUMERS * 32) / 8 * 8;
 
 // Work comes in units of 16 weight rows, a warp's part of a product; a tile is up to 4 of them, a warpgroup's.

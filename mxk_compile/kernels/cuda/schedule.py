@@ -18,7 +18,7 @@ from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, likely_rows, 
 from mxk_compile.settings import settings, whole_number
 from mxk_compile.variants import INT4_FORMATS
 
-DECODE_ROUTES = (64, 256, 1024)
+_ROUTES = (64, 256, 1024)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
 _MAX_ROUTES = 256  # MXK_MAX_ROUTES's default
 _DECODE_NAMES = {
@@ -32,14 +32,14 @@ class Problem:
     """What a schedule may depend on.
 
     Attributes:
-        device: name of the device.
+        device_name: for which `mxk tune` may have stored a schedule.
         weight_format: as in `mxk::moe`.
         num_experts, intermediate_size, hidden_size, top_k: E, I, K, k of the layer.
         num_tokens: T of the call.
-        kind: of device.
+        kind: of the device.
     """
 
-    device: str
+    device_name: str
     weight_format: str
     num_experts: int
     intermediate_size: int
@@ -210,7 +210,7 @@ def _few(problem: Problem) -> bool:
 def decode_macros(problem: Problem, groups: int, column_tiles: int) -> tuple[tuple[str, int], ...] | None:
     """Macros of the decode kernel for `4 * column_tiles` rows of an expert at once; None if it cannot hold them."""
     routes = problem.num_tokens * problem.top_k
-    room = next((size for size in DECODE_ROUTES if routes <= size), None)
+    room = next((size for size in _ROUTES if routes <= size), None)
     if room is None or problem.hidden_size > _MOST_HIDDEN:
         return None
     macros = ("groups", groups), ("column_tiles", column_tiles), ("max_routes", room)
@@ -280,7 +280,7 @@ def choose(problem: Problem) -> Schedule:
     """The schedule of a call. Raises SettingsError for an override that names none."""
     if settings.cuda_schedule is not None:
         return _forced(settings.cuda_schedule)
-    stored = tuned(problem.device).get(problem.key)  # of a call with about as many routes
+    stored = tuned(problem.device_name).get(problem.key)  # of a call with about as many routes
     if stored is not None and stored.has_room(problem.num_tokens * problem.top_k):
         return stored
     return heuristic(problem)

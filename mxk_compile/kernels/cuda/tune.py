@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from mxk_compile.errors import KernelError
-from mxk_compile.kernels.cuda import Prepared
+from mxk_compile.kernels.cuda import Prepared, problem_of
 from mxk_compile.kernels.cuda import schedule as schedules
 from mxk_compile.kernels.cuda.build import cache_folder
-from mxk_compile.kernels.cuda.devices import served
 from mxk_compile.kernels.cuda.schedule import (
     DECODE_SPLITS,
     Problem,
@@ -107,9 +106,7 @@ def tune(
         raise KernelError("mxk tune", reason, "what supports() accepts", "choose another variant")
     few = [part[:_CHECKED_TOKENS] for part in routing]
     expected = reference(few[0].float(), *few[1:], *weights, **attributes, round_intermediate=False)
-    name = torch.cuda.get_device_name()
-    sizes = (num_experts, variant.intermediate_size, variant.hidden_size, desc.top_k)
-    problem = Problem(name, variant.weight_format, *sizes, num_tokens, served())
+    problem = problem_of(desc, num_tokens)
 
     def prepared(candidate: Schedule) -> list[Prepared]:
         return [
@@ -131,7 +128,7 @@ def tune(
             best = (us, candidate)
     if best is None:
         raise KernelError("mxk tune", "no candidate ran", "at least one", "see what each said")
-    if not schedules.store(name, {problem.key: best[1]}):
+    if not schedules.store(problem.device_name, {problem.key: best[1]}):
         folder = str(cache_folder())
         raise KernelError("mxk tune", f"{folder} takes no file", "a folder to write to", "set MXK_CACHE_DIR")
     return best[1]

@@ -135,7 +135,7 @@ def test_what_was_tuned_is_used_for_its_device_only() -> None:
     tuned = Schedule("decode", (("groups", 2), ("max_routes", 256)))
     assert schedule.store("some device", {GPTOSS.key: tuned})
     assert choose(GPTOSS) == tuned
-    other = dataclasses.replace(GPTOSS, device="another device")
+    other = dataclasses.replace(GPTOSS, device_name="another device")
     assert choose(other) == heuristic(other)
     assert choose(gptoss(4096)) == heuristic(gptoss(4096))
     assert schedule.store("some device", {gptoss(4096).key: Schedule("prefill", sizes=(64,))})

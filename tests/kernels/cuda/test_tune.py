@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mxk_compile.errors import KernelError
-from mxk_compile.kernels.cuda import schedule, tune
+from mxk_compile.kernels.cuda import devices, schedule, tune
 from mxk_compile.kernels.cuda.devices import HOPPER
 from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose, heuristic
 from mxk_compile.testing import MoECase, variant_case
@@ -65,8 +65,8 @@ def machine(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(tune, "Prepared", fake.prepared)
     monkeypatch.setattr(tune, "replay_us", fake.replay_us)
     monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some device")
-    monkeypatch.setattr(tune, "served", lambda: HOPPER)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some device")
+    monkeypatch.setattr(devices, "served", lambda device: HOPPER)
     for function in (schedule.tuned, choose):
         function.cache_clear()
     yield fake
