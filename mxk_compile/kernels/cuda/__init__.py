@@ -13,6 +13,7 @@ schedule.py     which of them runs a call; tiles.py: prefill's tile sizes; tune.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -22,8 +23,7 @@ from torch import Tensor
 from mxk_compile.errors import KernelError
 from mxk_compile.kernels.cuda import build, decode, dequant, devices, prefill, repack, scales
 from mxk_compile.kernels.cuda.operands import ALIGNMENT, FLOATS, Call, Operands
-from mxk_compile.kernels.cuda.schedule import Problem, Schedule, choose
-from mxk_compile.kernels.cuda.tiles import tile_sizes
+from mxk_compile.kernels.cuda.schedule import Problem, Schedule, another, choose
 from mxk_compile.kernels.desc import KernelConfig, MoEDesc
 from mxk_compile.meta.dequant import check_dequant
 from mxk_compile.ops.formats import mxfp4
@@ -138,12 +138,12 @@ class Prepared:
                 FLOATS[topk_weights.dtype],
                 x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0,
             )
-            chosen = schedule or plan(desc, num_tokens)
+            problem = problem_of(desc, num_tokens)
+            chosen = schedule or choose(problem)
+            runs = functools.partial(decode.runs, call, problem)
             room = chosen.has_room(num_tokens * desc.top_k)
-            if chosen.kernel == "decode" and not (room and decode.runs(call, chosen.macros)):
-                rows = num_tokens * desc.top_k / desc.num_experts
-                most = devices.served(device).most_rows
-                chosen = Schedule("prefill", sizes=tile_sizes(rows, most=most))
+            if chosen.kernel == "decode" and not (room and runs(chosen.macros)):
+                chosen = another(problem, runs)
             if chosen.kernel == "decode":
                 self._runner: decode.Decode | prefill.Prefill = decode.Decode(call, chosen.macros)
             else:

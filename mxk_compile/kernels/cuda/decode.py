@@ -14,8 +14,9 @@ from mxk_compile.kernels.cuda import maps
 from mxk_compile.kernels.cuda.build import build
 from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import Kernel, Library, multiprocessors, persistent
-from mxk_compile.kernels.cuda.int4_splits import Split
+from mxk_compile.kernels.cuda.int4_splits import Split, stages_of
 from mxk_compile.kernels.cuda.operands import OPERAND, Call, activation
+from mxk_compile.kernels.cuda.schedule import Problem, decode_runs
 from mxk_compile.kernels.empty import maker
 
 # struct Decode of decode.cuh. From call to call only addresses change: of a layer seven, of a projection two more.
@@ -44,19 +45,21 @@ def kernel_and_boxes(
     return kernel, (boxes[0], boxes[1], boxes[2], boxes[3])
 
 
-def runs(call: Call, macros: tuple[tuple[str, int], ...]) -> bool:
-    """Whether the decode kernel runs a call with the macros of a schedule.
+def runs(call: Call, problem: Problem, macros: tuple[tuple[str, int], ...]) -> bool:
+    """Whether the decode kernel runs a call, of this problem, with the macros of a schedule: its shape must fit.
 
-    INT4 weights must lie as its copies want them, be alike in both products, and fit.
+    INT4 weights must also lie as its copies want them, and be alike in both products.
     """
     desc, operands = call.desc, call.operands
+    if not decode_runs(problem, macros):
+        return False
     if desc.weight_format == "mxfp4":
         return True
     of13, of2 = operands.formats(desc)
     if of13.macros_of_codes != of2.macros_of_codes or not operands.aligned(desc):
         return False
     limit = served(call.device).shared_bytes
-    return Split.of(macros).fits(operands.sizes(desc), desc.num_experts, limit)
+    return Split.of(macros).fits(operands.sizes(desc), desc.num_experts, limit, stages=stages_of(macros))
 
 
 def _encoded_maps(call: Call, boxes: tuple[int, int, int, int]) -> tuple[bytes, Tensor | None]:

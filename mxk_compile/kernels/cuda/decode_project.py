@@ -14,7 +14,7 @@ from mxk_compile.kernels.cuda import maps
 from mxk_compile.kernels.cuda.decode import DECODE, MAPS, kernel_and_boxes
 from mxk_compile.kernels.cuda.devices import Device, served
 from mxk_compile.kernels.cuda.driver import multiprocessors
-from mxk_compile.kernels.cuda.int4_splits import Split, Weight
+from mxk_compile.kernels.cuda.int4_splits import Split, Weight, stages_of
 from mxk_compile.kernels.cuda.operands import ABSENT, Format, Operand, lie_as_copied
 from mxk_compile.kernels.cuda.schedule import Schedule
 
@@ -38,7 +38,9 @@ def runs(
     return (
         lie_as_copied(parts, weight)
         and places <= split.max_routes
-        and split.fits((weight,), num_experts, device.shared_bytes, overload == "masked")
+        and split.fits(
+            *((weight,), num_experts, device.shared_bytes, overload == "masked"), stages_of(schedule.macros)
+        )
     )
 
 

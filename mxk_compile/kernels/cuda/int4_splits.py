@@ -72,8 +72,10 @@ class Split:
         steps = (self._divided(weight.columns // 32)[1] for weight in weights)
         return max(16 * self.units * 16 * (each * 4 * self.groups | 1) for each in steps)
 
-    def shared_bytes(self, weights: tuple[Weight, ...], num_experts: int, masked: bool) -> int:
-        """Shared memory of a block, at most, with a ring of `_FEWEST_STAGES`: as decode_int4_layout.cuh divides it."""
+    def shared_bytes(
+        self, weights: tuple[Weight, ...], num_experts: int, masked: bool, stages: int = _FEWEST_STAGES
+    ) -> int:
+        """Shared memory of a block, at most, with a ring of so many stages: as decode_int4_layout.cuh divides it."""
         sums_of_rows = scales = 0
         fewest_chunks = _FEWEST_STAGES
         for weight in weights:
@@ -83,11 +85,14 @@ class Split:
             own = weight.scale_bytes
             padded = own + 32 if own % 16 == 0 else own
             scales = max(scales, 16 * self.units * (padded + weight.zero_bytes) + 256)
-        sums = 4 * self.groups * self.units * 256 * self.column_tiles  # in two places if that fits
+        sums = (
+            4 * self.groups * self.units * 256 * self.column_tiles
+        )  # in two places if that fits beside the fewest stages
         lists = 8 * num_experts + (6 if masked else 16) * self.max_routes + 24 * 4 * self.column_tiles + 1024
         lists += 0 if masked else 4096  # at most
-        scale_stages = 1 + math.ceil((_FEWEST_STAGES - 1) / fewest_chunks)
-        slots = _FEWEST_STAGES * self.slot_bytes(weights)
+        sums *= 1 if stages <= _FEWEST_STAGES else 2
+        scale_stages = 1 + math.ceil((stages - 1) / fewest_chunks)
+        slots = stages * self.slot_bytes(weights)
         return slots + sums_of_rows + scale_stages * scales + sums + lists
 
     def held(self, weights: tuple[Weight, ...]) -> int:
@@ -102,14 +107,26 @@ class Split:
         """Places that the lists need for masked rows, of which an expert has up to `most_rows`: its column blocks."""
         return num_experts * -(-most_rows // (4 * self.column_tiles))
 
-    def fits(self, weights: tuple[Weight, ...], num_experts: int, limit: int, masked: bool = False) -> bool:
+    def fits(
+        self,
+        weights: tuple[Weight, ...],
+        num_experts: int,
+        limit: int,
+        masked: bool = False,
+        stages: int = _FEWEST_STAGES,
+    ) -> bool:
         """Whether the kernel can be compiled with this split; `limit`: of a block's shared memory, in bytes."""
         return (
             self.column_tiles % 2 == 0
             and self.units <= _MOST_UNITS
             and self.held(weights) <= _MOST_HELD.get(self.groups, 0)
-            and self.shared_bytes(weights, num_experts, masked) <= limit
+            and self.shared_bytes(weights, num_experts, masked, stages) <= limit
         )
+
+
+def stages_of(macros: tuple[tuple[str, int], ...]) -> int:
+    """Of the ring that a schedule's macros want at least; the source takes more where they fit."""
+    return max(dict(macros).get("stages", 0), _FEWEST_STAGES)
 
 
 @dataclasses.dataclass(frozen=True)

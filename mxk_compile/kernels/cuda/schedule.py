@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Callable
 
 from mxk_compile.errors import SettingsError
 from mxk_compile.kernels.cuda import int4_splits
@@ -216,10 +217,42 @@ def decode_macros(problem: Problem, groups: int, column_tiles: int) -> tuple[tup
     macros = ("groups", groups), ("column_tiles", column_tiles), ("max_routes", room)
     limit = problem.kind.shared_bytes
     for chunk in (_CHUNK, *(_SHORT_CHUNKS if limit < HOPPER.shared_bytes else ())):
-        shortest = _decode_bytes(problem, groups, column_tiles, room, chunk, buffers=1, ring=2)
+        shortest = _decode_bytes(
+            problem, groups, column_tiles, room, chunk, buffers=1, slots=2, scale_places=2
+        )
         if _round_up(shortest, 128) <= limit:
             return macros if chunk == _CHUNK else (*macros, ("chunk", chunk))
     return None
+
+
+def decode_runs(problem: Problem, macros: tuple[tuple[str, int], ...]) -> bool:
+    """Whether the decode kernel of a layer can be compiled with these macros, which may be anybody's.
+
+    Of INT4 as far as its columns are counted: int4_splits.py knows the rest.
+    """
+    if problem.hidden_size > _MOST_HIDDEN or problem.weight_format != "mxfp4":
+        return problem.hidden_size <= _MOST_HIDDEN
+    given, limit = dict(macros), problem.kind.shared_bytes
+    groups, column_tiles = given.get("groups", 3), given.get("column_tiles", 1)
+    room, chunk = given.get("max_routes", _MAX_ROUTES), given.get("chunk", _CHUNK)
+
+    def fits(*parts: int) -> bool:
+        return _round_up(_decode_bytes(problem, groups, column_tiles, room, chunk, *parts), 128) <= limit
+
+    # SCALE_STAGES, BUFFERS and the fewest STAGES of decode_mxfp4_layout.cuh.
+    scale_places = 3 if fits(1, 2, 3) else 2
+    buffers = given.get("buffers", 2 if fits(2, 3, scale_places) else 1)
+    return fits(buffers, given.get("stages", 2), scale_places)
+
+
+def another(problem: Problem, runs: Callable[[tuple[tuple[str, int], ...]], bool]) -> Schedule:
+    """The schedule where what `choose` says cannot run: of the splits of INT4 that run, or prefill.
+
+    `splits_of` takes the most common scales; fp32 ones of small groups, or with zero points, may need a smaller split.
+    """
+    splits = splits_of(problem) if problem.weight_format in INT4_FORMATS else ()
+    fitting = tuple(split for split in splits if runs(split.macros))
+    return _cheaper(fitting, problem.rows_per_expert, problem.kind, even=False)
 
 
 def _third_group_is_free(problem: Problem) -> bool:
@@ -229,7 +262,10 @@ def _third_group_is_free(problem: Problem) -> bool:
     measured where there is less shared memory than Hopper's.
     """
     limit = problem.kind.shared_bytes
-    two, three = (_decode_bytes(problem, groups, 1, 256, _CHUNK, buffers=2, ring=3) for groups in (2, 3))
+    two, three = (
+        _decode_bytes(problem, groups, 1, 256, _CHUNK, buffers=2, slots=3, scale_places=3)
+        for groups in (2, 3)
+    )
     return limit >= HOPPER.shared_bytes and (three <= limit or two > limit)
 
 
@@ -240,12 +276,10 @@ def _decode_bytes(
     max_routes: int,
     chunk_groups: int,
     buffers: int,
-    ring: int,
+    slots: int,
+    scale_places: int,
 ) -> int:
-    """Bytes of shared memory that moe_decode.cu takes, before it rounds them up to 128.
-
-    Beside a ring of 3 there are three places for scales, else two.
-    """
+    """Bytes of shared memory that moe_decode.cu takes with MXFP4, before it rounds them up to 128."""
     slot = digits = scales = 0
     for size in (problem.hidden_size, problem.intermediate_size):
         columns = size // 32  # in groups that share a scale
@@ -258,7 +292,7 @@ def _decode_bytes(
         scales = max(scales, _round_up(rows, 128))
     sums = 2 * groups * 4 * 256 * column_tiles
     lists = 2 * _round_up(4 * problem.num_experts, 16) + 16 * max_routes + 96 * column_tiles + 400
-    return ring * slot + buffers * digits + (3 if ring > 2 else 2) * scales + sums + lists
+    return slots * slot + buffers * digits + scale_places * scales + sums + lists
 
 
 def _round_up(value: int, step: int) -> int:

@@ -172,3 +172,44 @@ def test_a_tuned_schedule_serves_only_calls_that_its_lists_hold() -> None:
 def test_parameters_that_the_kernel_cannot_have_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Schedule.parse(f"decode:{text}")
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("groups=3,column_tiles=1", True),
+        ("groups=2,column_tiles=2,buffers=2,stages=3", True),
+        ("groups=2,column_tiles=2,buffers=1,stages=4", True),
+        (
+            "groups=2,column_tiles=2,stages=4",
+            False,
+        ),  # two buffers are taken where they fit beside three stages
+        ("stages=8", False),
+        ("column_tiles=8", False),
+        ("max_routes=65528", False),
+        ("chunk=1024", False),
+        ("column_tiles=2,buffers=2,stages=4", False),
+    ],
+)
+def test_parameters_that_do_not_fit_a_layer_are_known_before_it_is_compiled(text: str, fits: bool) -> None:
+    macros = Schedule.parse(f"decode:{text}").macros
+    assert schedule.decode_runs(GPTOSS, macros) == fits
+    for weight_format in ("mxfp4", "uint4"):
+        wide = dataclasses.replace(
+            GPTOSS, hidden_size=15392, weight_format=weight_format, intermediate_size=256
+        )
+        assert not schedule.decode_runs(wide, macros), "more output columns than are counted"
+    assert schedule.decode_runs(dataclasses.replace(GPTOSS, hidden_size=15360, weight_format="uint4"), macros)
+
+
+def test_what_runs_where_the_choice_cannot() -> None:
+    """kimi's INT4 layer on a device with little shared memory: of its two splits the second, or prefill."""
+    small = Problem("some device", "uint4", 48, 1024, 2048, 8, 8, DEVICES[12, 0])
+    first = choose(small)
+    taken = schedule.another(small, lambda macros: macros != first.macros)
+    assert first.kernel == taken.kernel == "decode"
+    assert dict(first.macros)["units"] == 2
+    assert dict(taken.macros)["units"] == 1
+    assert schedule.another(small, lambda macros: True) == first == heuristic(small)
+    assert schedule.another(small, lambda macros: False).kernel == "prefill"
+    assert schedule.another(gptoss(4), lambda macros: True).kernel == "prefill", "MXFP4 has no splits"
