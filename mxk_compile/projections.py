@@ -286,6 +286,8 @@ def _run(
 ) -> Tensor:
     if out is None:
         out = x.new_empty((max(num_rows, 0), weight.outputs))
+    else:
+        _check_tensors(f"mxk::project.{overload}", out=out)
     op: torch._ops.OpOverload = getattr(torch.ops.mxk.project, overload)
     tensors = (*routing, weight.weight, weight.scale, weight.zero)
     attributes |= {"weight_format": weight.weight_format, "pack_dim": weight.pack_dim}
@@ -321,8 +323,12 @@ def _check_tensors(what: str, **tensors: Any) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise CallError(what, f"{name} is {type(tensor).__name__}", "a tensor", "correct the call")
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            given = f"{name} is {tensor.layout} {tensor.dtype}"
+            raise CallError(what, given, "a dense tensor, not quantized by torch", "convert it")
 
 
 def _check_number(what: str, name: str, number: Any, least: int, most: int = _MOST) -> None:
-    if not isinstance(number, (int, torch.SymInt)) or not least <= number <= most:
+    known = isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
+    if not known or not least <= number <= most:
         raise CallError(what, f"{name} is {number!r}", f"an int from {least} to {most}", "correct the call")

@@ -229,6 +229,15 @@ IDS = torch.zeros(2, 2, dtype=torch.int64)
         (lambda w: align(IDS, 0, 4), "projections.align: num_experts is 0; allowed: an int from 1"),
         (lambda w: align(IDS, 4, 0), "projections.align: block_size is 0; allowed: an int from 1"),
         (lambda w: align(IDS, 4, 4, -1), "projections.align: experts_min is -1; allowed: an int from 0"),
+        (lambda w: align(IDS, 4, True), "projections.align: block_size is True; allowed: an int from 1"),
+        (
+            lambda w: routes(torch.zeros(4, 64), w, IDS.to_sparse(), top_k=1),
+            "mxk::project.routes: topk_ids is torch.sparse_coo torch.int64; allowed: a dense tensor",
+        ),
+        (
+            lambda w: routes(torch.zeros(4, 64), w, IDS, top_k=1, out=[]),
+            "mxk::project.routes: out is list; allowed: a tensor; correct the call",
+        ),
         (
             lambda w: align(IDS, 4, 2**31),
             "projections.align: 4 routes, block_size 2147483648; allowed: less than",

@@ -63,6 +63,15 @@ def check_moe(
     _one_of("row_order", row_order, ROW_ORDERS)
     _one_of("activation", activation, ACTIVATIONS)
     _one_of("pack_dim", pack_dim, PACK_DIMS)
+    named: dict[str, Any] = {
+        "hidden_states": hidden_states,
+        "topk_ids": topk_ids,
+        "topk_weights": topk_weights,
+    }
+    named |= {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
+    for argument, value in named.items():
+        if value is None:  # which the dispatcher lets pass
+            _refuse(argument, "None", "a tensor")
     if hidden_states.dim() != 2 or not hidden_states.is_floating_point():
         _refuse("hidden_states", _text(hidden_states), "[T, K], floating point")
     if topk_ids.dim() != 2 or not is_integer(topk_ids):
@@ -83,6 +92,9 @@ def check_moe(
     if not 0 <= experts_min <= MOST_EXPERTS_MIN:
         _refuse("experts_min", str(experts_min), "a global id, 0 to 2**62")
 
+    for argument, weight in (("w13", w13), ("w2", w2)):
+        if isinstance(weight, Tensor) and weight.dim() != 3:
+            _refuse(argument, _text(weight), "experts stacked in the first of three dimensions")
     num_experts = len(w2)
     separate = row_order == "separate"
     if separate and isinstance(w13, Tensor):
@@ -153,6 +165,8 @@ def _text(tensor: Tensor) -> str:
 
 def _uniform(name: str, values: Weights, count: int, device: torch.device) -> tuple[Any, torch.dtype]:
     """Shape and dtype of one expert's tensor; all experts must agree, and be where hidden_states is."""
+    if isinstance(values, Tensor) and values.dim() == 0:
+        _refuse(name, f"a scalar {values.dtype}", f"{count} experts, as the packed weight")
     if len(values) != count:
         _refuse(name, f"{len(values)} experts", f"{count}, as the packed weight")
     if isinstance(values, Tensor):

@@ -37,6 +37,10 @@ def attribute(**changes: Any) -> Change:
             "topk_weights is .*float8_e4m3fn",
         ),
         (lambda c: {"hidden_states": c.hidden_states[0]}, r"hidden_states is \[128\]"),
+        (lambda c: {"topk_ids": None}, "topk_ids is None; allowed: a tensor"),
+        (lambda c: {"w13_scale": None}, "w13_scale is None; allowed: a tensor"),
+        (lambda c: {"w13": torch.tensor(1)}, r"w13 is \[\] .*; allowed: experts stacked"),
+        (lambda c: {"w2_scale": torch.tensor(1)}, "w2_scale is a scalar torch.int64; allowed: 8 experts"),
         (
             lambda c: {"hidden_states": c.hidden_states.int()},
             r"hidden_states is .*int32; allowed: .*floating point",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from kernels.cuda.int4_calls import (
 )
 from torch import Tensor
 
-from mxk_compile.kernels.cuda import grouped
+from mxk_compile.kernels.cuda import decode, grouped
 from mxk_compile.kernels.cuda.schedule import Schedule
 from mxk_compile.ops.project import experts_of_rows, reference
 from mxk_compile.testing import MoECase, most_rel_l2, rel_l2
@@ -62,6 +63,23 @@ def test_layers(name: str) -> None:
     assert rel_l2(result, expected) <= most_rel_l2(expected)
     assert torch.equal(result, run(split, case, OTHER_ORDER)), "the order of threads changes no bit"
     assert bool((result[(expected == 0).all(-1)] == 0).all())
+
+
+def test_scales_that_do_not_fit_the_chosen_split_get_the_next() -> None:
+    """fp32 scales of groups of 32 where shared memory is short: 16 weight rows in a slot in place of 32."""
+    sizes = {"num_tokens": 2, "num_experts": 4, "top_k": 2, "hidden_size": 2560, "intermediate_size": 512}
+    units = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        case = layer(dtype, **sizes)
+        with (
+            emulator.use(processors=4, capability=(12, 0)),
+            mock.patch.object(decode, "Decode", side_effect=decode.Decode) as made,
+        ):
+            result = emulator.fused(case, None)
+        units[dtype] = dict(made.call_args.args[1])["units"]
+        expected = case.reference(round_intermediate=True)
+        assert rel_l2(result, expected) <= most_rel_l2(expected)
+    assert units == {torch.bfloat16: 2, torch.float32: 1}
 
 
 def test_lists_give_the_bits_of_stacks() -> None:
