@@ -123,10 +123,10 @@ __device__ __forceinline__ void make_digits(int count, const Row& row, u32 threa
 }
 
 // Those of a column block.
-template <class P, int BARRIER, int THREADS_>
+template <class P, int BARRIER, int THREADS_, int HELD>
 __device__ __forceinline__ void make_digits_of(const Decode& p, const Routes& routes, int block, u32 thread, u32 shared, u32 buffer) {
   const int first = routes.first[block];
-  make_digits<P, BARRIER, THREADS_, 4>(
+  make_digits<P, BARRIER, THREADS_, HELD>(
       routes.count[block], [&](int i) { return activations<P>(p, routes.at(first + i)); }, thread, shared, buffer);
 }
 
@@ -139,19 +139,19 @@ __device__ __forceinline__ void make_digits_of_tokens(const Decode& p, u32 threa
 
 constexpr u32 TEAM = DIGIT_WARPS * 32;
 
-// All column blocks of a phase but its first, which the consumers make themselves, since they have nothing to do yet.
+// With AHEAD all column blocks of a phase but its first, which the consumers make themselves, since they have nothing to do yet.
 template <class P>
 __device__ __forceinline__ void make_more_digits(const Decode& p, const Routes& routes, const RowsReady& ready, u32 thread, u32 shared,
                                                  Turn& turn) {
   const u32 barriers = shared + AT_BARRIERS;
-  if (P::PAIRS && routes.together) return;
+  if (!AHEAD || (P::PAIRS && routes.together)) return;
   int block = -1, part = -1;
   for (Walk<P> walk(routes.blocks); walk.next();) {
     if (walk.block == block) continue;
     barrier_wait(barriers + AT_DIGITS_EMPTY + 8 * turn.slot, turn.parity ^ 1);
     if (block >= 0) {
       if (!P::PAIRS && walk.part() != part) ready.wait<3, TEAM>(part = walk.part(), thread);
-      make_digits_of<P, 3, TEAM>(p, routes, walk.block, thread, shared, turn.slot);
+      make_digits_of<P, 3, TEAM, 4>(p, routes, walk.block, thread, shared, turn.slot);
     }
     block = walk.block;
     __syncwarp();

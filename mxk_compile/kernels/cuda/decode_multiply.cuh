@@ -79,6 +79,7 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
   const u32 low_scales = P::scale_at(unit, g, 0), half_scales = P::scale_at(unit, g, 1) - low_scales;
   const u32 half_weights = (P::slot_row(g, 1) - P::slot_row(g, 0)) * P::STRIDE;
   const auto leave_digits = [&] {
+    if (!AHEAD) return;
     if (lane == 0) barrier_arrive(barriers + AT_DIGITS_EMPTY + 8 * turn.digits.slot);
     turn.digits.advance(BUFFERS);
   };
@@ -86,18 +87,19 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
 #pragma unroll
     for (int n = 0; n < NT; ++n) factors[n].load(shared + AT_FACTORS + (turn.digits.slot * ROWS + 4 * n + q) * 8);
   };
-  int block = -1;
+  int block = -1, part = -1;
   for (Walk<P> walk(routes.blocks); walk.next(); turn.scales.advance(SCALE_STAGES), turn.sums.advance(SUM_STAGES)) {
     if (walk.block != block && !(P::PAIRS && routes.together)) {
       if (block >= 0) leave_digits();
-      if (block < 0) {
+      if (block < 0 || !AHEAD) {
         const u32 thread = threadIdx.x - HELPERS * 32;
-        if (!P::PAIRS) ready.wait<2, CONSUMERS * 32>(walk.part(), thread);
-        make_digits_of<P, 2, CONSUMERS * 32>(p, routes, walk.block, thread, shared, turn.digits.slot);
+        if (!P::PAIRS && walk.part() != part) ready.wait<2, CONSUMERS * 32>(part = walk.part(), thread);
+        // Starts with a barrier of theirs: nobody reads the digits of before.
+        make_digits_of<P, 2, CONSUMERS * 32, (NT > 1 ? 8 : 4)>(p, routes, walk.block, thread, shared, turn.digits.slot);
         team_sync<2, CONSUMERS * 32>();
       }
       block = walk.block;
-      barrier_wait(barriers + AT_DIGITS_FULL + 8 * turn.digits.slot, turn.digits.parity);
+      if (AHEAD) barrier_wait(barriers + AT_DIGITS_FULL + 8 * turn.digits.slot, turn.digits.parity);
     }
     const u32 digits = digits_operand(shared + AT_DIGITS + turn.digits.slot * DIGITS);
     const u32 scales = shared + AT_SCALES + turn.scales.slot * SCALES + P::skew(walk.first) + low_scales;

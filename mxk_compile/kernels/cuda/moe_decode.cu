@@ -28,8 +28,8 @@
 // those of the second on their way while the first's are multiplied. SHARES warpgroups of consumers share the columns of every
 // slot: a warp has 16 rows, turns codes into FP8 in registers, multiplies them by the activations in shared memory, a group of
 // 32 columns a WGMMA, elsewhere an mma.sync, and scales the group's sums (decode_multiply.cuh). Activations become FP8 digits
-// once a block and expert (decode_digits.cuh, docs/adr/0010-fp8-digits.md): the first expert's by the consumers, the next
-// ones' ahead of time by three warps; those of few tokens once for all experts. Four warps add the consumers' sums in fixed
+// once a block and expert (decode_digits.cuh, docs/adr/0010-fp8-digits.md), by the consumers; where shared memory has room for
+// two experts', the next one's ahead of time by three warps; those of few tokens once for all experts. Four warps add the consumers' sums in fixed
 // order, apply bias, activation or router weight, and store; whoever stores the last part of 16 output columns adds up the
 // slots there.
 // Gate row i and up row i meet in one lane: the activation needs no exchange.
