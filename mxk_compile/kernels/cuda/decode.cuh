@@ -88,13 +88,11 @@ struct Decode {
 
 constexpr int K = MXK_HIDDEN, I = MXK_INTER, E = MXK_EXPERTS, TOP_K = MXK_TOP_K, MAX_ROUTES = MXK_MAX_ROUTES;
 constexpr int NT = MXK_COLUMN_TILES, ROWS = 4 * NT;
-constexpr int COUNTERS_AT = 64;  // of 32 bits: before them the grid-wide barrier, then one a unit of output rows
-constexpr int COUNTER_BYTES = 4096;
+constexpr int COUNTER_BYTES = 512;
 constexpr int SHARED_LIMIT = MXK_SHARED;  // of a block
 enum ProjectKind { LAYER, ROUTES, SORTED, MASKED };
 constexpr ProjectKind PROJECT = static_cast<ProjectKind>(MXK_PROJECT);
 static_assert(K % (PROJECT ? 16 : 32) == 0 && I % 32 == 0 && MAX_ROUTES % 8 == 0, "limits");
-static_assert(PROJECT || COUNTERS_AT + K / 16 <= COUNTER_BYTES / 4, "counters");
 
 __host__ __device__ constexpr int round_up(int value, int step) { return (value + step - 1) / step * step; }
 __host__ __device__ constexpr int lesser(int a, int b) { return a < b ? a : b; }

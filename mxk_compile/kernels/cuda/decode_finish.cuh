@@ -4,71 +4,36 @@
 
 // ---- routes to tokens
 
-// Units of 16 output columns of a column block that a warp has stored and not counted yet: the i-th in lane i. Counting
-// waits for the stores' and the counter's ways to the L2, longer than a short tile takes, so it is done for several at once.
-struct Stored {
-  static constexpr int MOST = 4;
-  int unit = 0, count = 0;
-
-  __device__ void add(int stored) {
-    if ((threadIdx.x & 31) == count) unit = stored;
-    ++count;
-  }
-};
-
-// Counts them; whoever brings the last column block of a unit adds its columns up, over slots in order, for every token.
-__device__ __forceinline__ void sum_if_last(const Decode& p, const Routes& routes, Stored& stored) {
-  const int lane = threadIdx.x & 31;
-  u32* counter = p.counters + COUNTERS_AT + stored.unit;
-  bool last = false;
-  __syncwarp();
-  if (lane < stored.count) {
-    u32 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    last = before == static_cast<u32>(routes.blocks) - 1;
-    if (last) *counter = 0;  // as the next launch wants it
-  }
-  stored.count = 0;
-  const u32 lasts = __ballot_sync(~0u, last);
-  __syncwarp();  // what those lanes acquired, for all
-  constexpr int SLOTS = lesser(TOP_K, 4), TOKENS = 2;  // in flight
-  const int items = __popc(lasts) * p.tokens;          // tokens of a unit, four lanes each
-  for (int base = 0; base < items; base += 8 * TOKENS) {
-    float sum[TOKENS][4] = {};
-    int token[TOKENS], at[TOKENS];
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t) {
-      const int item = base + 8 * t + lane / 4, which = item / p.tokens;
-      u32 left = lasts;
-      for (int i = 0; i < which && i < Stored::MOST; ++i) left &= left - 1;
-      token[t] = left != 0 ? item - which * p.tokens : p.tokens;  // past the end
-      at[t] = __shfl_sync(~0u, stored.unit, left != 0 ? __ffs(left) - 1 : 0) * 16 + lane % 4 * 4;
-    }
+// By all who multiplied or finished, when all blocks have stored their rows of Y: each block adds up as many columns as the
+// others, over slots in order. Of what a block completes by chance the last ones would have too much, and counting
+// it takes time that the products want.
+constexpr int ADDERS = (EPILOGUE + CONSUMERS) * 32;
+__device__ __forceinline__ void add_slots(const Decode& p, const Routes& routes, const RowsReady& ready, u32 thread) {
+  constexpr int SLOTS = lesser(TOP_K, 8);  // in flight
+  const int items = p.tokens * (K / 4), step = gridDim.x * ADDERS;
+  team_sync<6, ADDERS>();
+  if (thread == 0) ready.arrive(RowsReady::OF_Y);  // releases what the others wrote before the sync
+  if (static_cast<int>(blockIdx.x * ADDERS) >= items) return;
+  ready.wait<6, ADDERS>(RowsReady::OF_Y, thread);
+  for (int item = blockIdx.x * ADDERS + thread; item < items; item += step) {
+    const int token = item / (K / 4);
+    const u8* y = p.y + (static_cast<i64>(token) * TOP_K * K + (item - token * (K / 4)) * 4) * 4;
+    float sum[4] = {};
 #pragma unroll 1
     for (int slot = 0; slot < TOP_K; slot += SLOTS) {
-      uint4 v[TOKENS][SLOTS];
+      uint4 v[SLOTS];
 #pragma unroll
-      for (int t = 0; t < TOKENS; ++t)
+      for (int s = 0; s < SLOTS; ++s) {
+        v[s] = make_uint4(0, 0, 0, 0);
+        if (slot + s < TOP_K && routes.expert_of[token * TOP_K + slot + s] != NOT_HERE) v[s] = load_l2(y + (slot + s) * (K * 4));
+      }
 #pragma unroll
-        for (int s = 0; s < SLOTS; ++s) {
-          const int route = token[t] * TOP_K + slot + s;
-          v[t][s] = make_uint4(0, 0, 0, 0);
-          if (token[t] < p.tokens && slot + s < TOP_K && routes.expert_of[route] != NOT_HERE)
-            v[t][s] = load_l2(p.y + (static_cast<i64>(route) * K + at[t]) * 4);
-        }
-#pragma unroll
-      for (int t = 0; t < TOKENS; ++t)
-#pragma unroll
-        for (int s = 0; s < SLOTS; ++s) {
-          sum[t][0] += __uint_as_float(v[t][s].x), sum[t][1] += __uint_as_float(v[t][s].y);
-          sum[t][2] += __uint_as_float(v[t][s].z), sum[t][3] += __uint_as_float(v[t][s].w);
-        }
+      for (int s = 0; s < SLOTS; ++s) {
+        sum[0] += __uint_as_float(v[s].x), sum[1] += __uint_as_float(v[s].y);
+        sum[2] += __uint_as_float(v[s].z), sum[3] += __uint_as_float(v[s].w);
+      }
     }
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t)
-      if (token[t] < p.tokens)
-        *reinterpret_cast<uint2*>(p.out + (static_cast<i64>(token[t]) * K + at[t]) * 2) =
-            make_uint2(pack_bf16x2(sum[t][0], sum[t][1]), pack_bf16x2(sum[t][2], sum[t][3]));
+    *reinterpret_cast<uint2*>(p.out + static_cast<i64>(item) * 8) = make_uint2(pack_bf16x2(sum[0], sum[1]), pack_bf16x2(sum[2], sum[3]));
   }
 }
 
@@ -130,8 +95,8 @@ __device__ __forceinline__ float plain_product(const Decode& p, const Source<P>&
   return sum;
 }
 
-// Four rows of an expert a step. INT4, which takes more rows at once, sums several side by side: one alone waits at every turn.
-constexpr int ABREAST = IS_MXFP4 ? 1 : NT % 4 == 0 ? 4 : NT % 3 == 0 ? 3 : 2;
+// Four rows of an expert a step, several side by side: one alone waits at every turn.
+constexpr int ABREAST = NT % 4 == 0 ? 4 : NT % 3 == 0 ? 3 : NT % 2 == 0 ? 2 : 1;
 
 template <class P>
 __device__ __forceinline__ void finish_unit(const Decode& p, const Routes& routes, const Walk<P>& walk, int unit, u32 sums,
@@ -212,7 +177,6 @@ template <class P>
 __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& routes, const RowsReady& ready, int warp, u32 shared, Turn& turn) {
   static_assert(TILE_UNITS <= EPILOGUE, "a warp has one unit of a tile at most");
   Walk<P> walk(routes.blocks);
-  Stored stored;
   bool more = walk.next();
   int part = 0;  // the first whose rows of H are not all stored
   const auto arrive = [&](const Walk<P>& next) {
@@ -232,14 +196,9 @@ __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& route
     next_unit = unit_of<P>(ahead, warp);
     if (more) load_bias<P>(p, routes, ahead, next_unit, next_bias);
     barrier_wait(shared + AT_BARRIERS + AT_SUMS_FULL + 8 * turn.slot, turn.parity);
-    const bool mine = unit < walk.count;
-    if (mine) finish_unit<P>(p, routes, walk, unit, shared + AT_SUMS + turn.slot * SUM_SET, bias);
+    if (unit < walk.count) finish_unit<P>(p, routes, walk, unit, shared + AT_SUMS + turn.slot * SUM_SET, bias);
     __syncwarp();
     if ((threadIdx.x & 31) == 0) barrier_arrive(shared + AT_BARRIERS + AT_SUMS_EMPTY + 8 * turn.slot);
-    if constexpr (!P::PAIRS && !MXK_PER_ROUTE && !PROJECT) {
-      if (mine) stored.add(walk.first + unit);
-      if (stored.count == Stored::MOST || (!more && stored.count > 0)) sum_if_last(p, routes, stored);
-    }
     if (P::PAIRS && !(more && ahead.part() == walk.part())) {
       team_sync<1, EPILOGUE * 32>();
       arrive(ahead);  // releases what the others wrote before the sync
@@ -250,12 +209,10 @@ __device__ __forceinline__ void finish_rows(const Decode& p, const Routes& route
   }
 }
 
-// Without their routes' experts: rows of routes with PER_ROUTE, and everything where no route is here at all.
+// With PER_ROUTE: rows of routes whose experts are not here.
 __device__ __forceinline__ void clear_absent(const Decode& p, const Routes& routes, u32 thread, u32 threads) {
-  constexpr int EACH = MXK_PER_ROUTE ? 1 : TOP_K;  // routes of a row of `out`
-  if (!MXK_PER_ROUTE && routes.blocks != 0) return;
-  for (int r = blockIdx.x; r < p.tokens * TOP_K / EACH; r += gridDim.x) {
-    if (MXK_PER_ROUTE && routes.expert_of[r] != NOT_HERE) continue;
+  for (int r = blockIdx.x; r < p.tokens * TOP_K; r += gridDim.x) {
+    if (routes.expert_of[r] != NOT_HERE) continue;
     for (u32 i = thread; i < K / 4; i += threads)
       reinterpret_cast<uint2*>(p.out)[static_cast<i64>(r) * (K / 4) + i] = make_uint2(0, 0);
   }

@@ -45,18 +45,19 @@ __device__ __forceinline__ const u8* activations(const Decode& p, int route) {
   return P::PAIRS ? p.x + static_cast<i64>(route / TOP_K) * p.x_stride * 2 : p.h + static_cast<i64>(route) * (I * 2);
 }
 
-// Of which parts all blocks have stored their rows of H: a grid-wide barrier each. The top bit of its word flips when all
-// blocks have arrived, so the word serves the next launch as it is.
+// Of which parts all blocks have stored their rows of H, and then whether they have stored those of Y: a grid-wide barrier each.
+// The top bit of its word flips when all blocks have arrived, so the word serves the next launch as it is.
 struct RowsReady {
   static constexpr int WORDS_APART = 32;  // a cache line
+  static constexpr int OF_Y = PARTS, BARRIERS_OF_GRID = PARTS + 1;
   u32* words;
   u32 before;  // address in shared memory of the words' values, read before this block arrives
-  static_assert((PARTS - 1) * WORDS_APART < COUNTERS_AT && 4 + 4 * PARTS <= 16, "places");
+  static_assert(BARRIERS_OF_GRID * WORDS_APART * 4 <= COUNTER_BYTES && 4 + 4 * BARRIERS_OF_GRID <= 16, "places");
 
   __device__ RowsReady(u32* counters, u32 shared) : words(counters), before(shared + AT_END + 4) {}
   __device__ void read_before() const {  // by a warp, before a barrier of the block
     const u32 lane = threadIdx.x & 31;
-    if (lane >= PARTS) return;
+    if (lane >= BARRIERS_OF_GRID) return;
     u32 value;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(words + lane * WORDS_APART) : "memory");
     store_shared_4(before + lane * 4, value);

@@ -13,7 +13,7 @@
 //   workspace   h: T * k * I bf16, y: T * k * K fp32 (not with PER_ROUTE), both 16-byte aligned, any content
 //               counters: COUNTER_BYTES, zero before their first use and left alone between launches; launches that may
 //               overlap need their own
-//   limits      T * k <= MXK_MAX_ROUTES; K, I multiples of 32; K up to 15360, for the counters. MXK_ALIGNED=1:
+//   limits      T * k <= MXK_MAX_ROUTES; K, I multiples of 32. MXK_ALIGNED=1:
 //               weight rows on 16-byte boundaries, scale rows dense and every expert's scales on a 16-byte boundary.
 //               MXK_X_ALIGNED=1: rows of x on 16-byte boundaries. Otherwise 0: same results, slow copies. INT4: scales and
 //               zero points as of MXK_ALIGNED=1, the same kind in both weights
@@ -29,9 +29,9 @@
 // slot: a warp has 16 rows, turns codes into FP8 in registers, multiplies them by the activations in shared memory, a group of
 // 32 columns a WGMMA, elsewhere an mma.sync, and scales the group's sums (decode_multiply.cuh). Activations become FP8 digits
 // once a block and expert (decode_digits.cuh, docs/adr/0010-fp8-digits.md), by the consumers; where shared memory has room for
-// two experts', the next one's ahead of time by three warps; those of few tokens once for all experts. Four warps add the consumers' sums in fixed
-// order, apply bias, activation or router weight, and store; whoever stores the last part of 16 output columns adds up the
-// slots there.
+// two experts', the next one's ahead of time by three warps; those of few tokens once for all experts. Four warps add the
+// consumers' sums in fixed order, apply bias, activation or router weight, and store. When all blocks have, each adds up the
+// slots of its share of the result.
 // Gate row i and up row i meet in one lane: the activation needs no exchange.
 //
 // INT4 keeps the blocks, their shares, the ring and the ends; what differs is in decode_int4.cuh. Its products are `mma.sync`
@@ -132,12 +132,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
       load_router(p, memory, threadIdx.x - (1 + DIGIT_WARPS) * 32);
       finish_rows<GateUp>(p, routes, ready, unit, shared, turn);
       finish_rows<Down>(p, routes, ready, unit, shared, turn);
+      if (!MXK_PER_ROUTE) add_slots(p, routes, ready, threadIdx.x - (1 + DIGIT_WARPS) * 32);
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();
     const u32 thread = threadIdx.x - HELPERS * 32;
     ConsumerTurns turn;
-    clear_absent(p, routes, thread, CONSUMERS * 32);
+    if (MXK_PER_ROUTE) clear_absent(p, routes, thread, CONSUMERS * 32);
 #if MXK_FORMAT
     multiply_rows<GateUp>(p, routes, ready, warp - HELPERS, shared, turn);
     multiply_rows<Down>(p, routes, ready, warp - HELPERS, shared, turn);
@@ -146,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
     multiply_rows<GateUp>(p, routes, ready, share, warp % 4, shared, turn);
     multiply_rows<Down>(p, routes, ready, share, warp % 4, shared, turn);
 #endif
+    if (!MXK_PER_ROUTE) add_slots(p, routes, ready, threadIdx.x - (1 + DIGIT_WARPS) * 32);
   }
 }
 #endif

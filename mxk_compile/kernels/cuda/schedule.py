@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from mxk_compile.kernels.cuda.tiles import MOST_SIZES, TILE_SIZES, likely_rows, 
 from mxk_compile.settings import settings, whole_number
 from mxk_compile.variants import INT4_FORMATS
 
-_ROUTES = (64, 256, 1024)
+_ROUTES = (64, 256, 512, 1024)
 """Routes that the decode kernel is compiled for: shared memory holds its lists."""
 _MAX_ROUTES = 256  # MXK_MAX_ROUTES's default
 _DECODE_NAMES = {
@@ -114,11 +115,10 @@ def heuristic(problem: Problem) -> Schedule:
 
     The decode kernel streams an expert's bytes again for every `4 * column_tiles` of its rows: with more rows, prefill.
     """
-    rows, short = problem.rows_per_expert, problem.intermediate_size <= _SHORT_DOWN_ROW
-    most_rows = _SHORT_DOWN_ROWS if short else _DECODE_ROWS
-    if problem.weight_format == "mxfp4" and (rows <= most_rows or _few(problem)):
+    rows = problem.rows_per_expert
+    if problem.weight_format == "mxfp4" and rows <= _DECODE_ROWS:
         for column_tiles in (1, 2) if rows <= _ONE_TILE_ROWS else (2, 1):
-            for groups in (3, 2) if column_tiles == 1 and _third_group_is_free(problem) else (2,):
+            for groups in (3, 2) if _third_group_is_free(problem, column_tiles) else (2,):
                 macros = decode_macros(problem, groups, column_tiles)
                 if macros is not None:
                     return Schedule("decode", macros)
@@ -129,8 +129,6 @@ def heuristic(problem: Problem) -> Schedule:
 
 def splits_of(problem: Problem) -> tuple[int4_splits.Split, ...]:
     """The decode kernel's splits of an INT4 layer."""
-    if problem.hidden_size > _MOST_HIDDEN:
-        return ()
     sizes = (problem.hidden_size, problem.intermediate_size, problem.num_experts)
     return int4_splits.of_layer(*sizes, problem.num_tokens * problem.top_k, problem.kind.shared_bytes)
 
@@ -192,46 +190,34 @@ def _cheaper(
 
 DECODE_SPLITS = ((2, 1), (3, 1), (2, 2), (3, 2))
 """Warpgroups of the decode kernel, and rows of an expert that it takes at once, in fours."""
-# As measured (docs/performance/h200.md), by the mean of an expert's rows and the values of a row of w2.
+# As measured (docs/performance/h200.md), by the mean of an expert's rows.
 _ONE_TILE_ROWS = 3  # up to here streaming the few with more than four twice costs less than eight at once
-_DECODE_ROWS = 5.5  # kimi at 5.3: 423 us, by prefill 470; beyond, many an expert would be streamed twice
-_SHORT_DOWN_ROW = 1024  # values of a row of w2
-_SHORT_DOWN_ROWS = 4  # glm at 4: 283 us, by prefill 290; at 8: 386, 289
-_CHUNK, _SHORT_CHUNKS = 32, (16, 8)  # MXK_CHUNK's default, and for devices with less shared memory
-_MOST_HIDDEN = 15360  # the decode kernel counts output columns
+_DECODE_ROWS = 6.5  # at 6: glm 239 us, by prefill 260, dsv41 325, 347; at 8: glm 286, 265, dsv41 418, 368
+_CHUNK = 32  # MXK_CHUNK's default
+_SHORT_CHUNKS = (24,)  # where a ring of three slots has room then, and not with the default
+_SHORTEST_CHUNKS = (16, 8)  # for devices with less shared memory
 _CLEARLY = 0.97  # of the one's time the other's, whose costs are of one shape, to be taken on any
 _MOST_ROUTES = 65535  # rows of a projection, which its lists number in 16 bits
-
-
-def _few(problem: Problem) -> bool:
-    """Whether experts are likelier to have fewer rows than the mean, as where not all routes are local."""
-    return problem.rows_per_expert <= 6 and problem.num_tokens <= 32
 
 
 def decode_macros(problem: Problem, groups: int, column_tiles: int) -> tuple[tuple[str, int], ...] | None:
     """Macros of the decode kernel for `4 * column_tiles` rows of an expert at once; None if it cannot hold them."""
     routes = problem.num_tokens * problem.top_k
     room = next((size for size in _ROUTES if routes <= size), None)
-    if room is None or problem.hidden_size > _MOST_HIDDEN:
+    if room is None:
         return None
     macros = ("groups", groups), ("column_tiles", column_tiles), ("max_routes", room)
     limit = problem.kind.shared_bytes
-    for chunk in (_CHUNK, *(_SHORT_CHUNKS if limit < HOPPER.shared_bytes else ())):
-        shortest = _decode_bytes(
-            problem, groups, column_tiles, room, chunk, buffers=1, slots=2, scale_places=2
-        )
+    chunks = (_CHUNK, *(_SHORT_CHUNKS if limit >= HOPPER.shared_bytes else _SHORTEST_CHUNKS))
+    for places, chunk in itertools.product((3, 2), chunks):  # of weights, and of scales
+        shortest = _decode_bytes(problem, groups, column_tiles, room, chunk, 1, places, places)
         if _round_up(shortest, 128) <= limit:
             return macros if chunk == _CHUNK else (*macros, ("chunk", chunk))
     return None
 
 
 def decode_runs(problem: Problem, macros: tuple[tuple[str, int], ...]) -> bool:
-    """Whether the decode kernel of a layer can be compiled with these macros, which may be anybody's.
-
-    Of INT4 as far as its columns are counted: int4_splits.py knows the rest.
-    """
-    if problem.hidden_size > _MOST_HIDDEN or problem.weight_format != "mxfp4":
-        return problem.hidden_size <= _MOST_HIDDEN
+    """Whether the decode kernel of an MXFP4 layer can be compiled with these macros, which may be anybody's."""
     given, limit = dict(macros), problem.kind.shared_bytes
     groups, column_tiles = given.get("groups", 3), given.get("column_tiles", 1)
     room, chunk = given.get("max_routes", _MAX_ROUTES), given.get("chunk", _CHUNK)
@@ -255,18 +241,15 @@ def another(problem: Problem, runs: Callable[[tuple[tuple[str, int], ...]], bool
     return _cheaper(fitting, problem.rows_per_expert, problem.kind, even=False)
 
 
-def _third_group_is_free(problem: Problem) -> bool:
-    """Whether a third warpgroup leaves the room for a second buffer of activations, if there is any.
+def _third_group_is_free(problem: Problem, column_tiles: int) -> bool:
+    """Whether a third warpgroup leaves the room for a ring of three slots.
 
-    Where it does, it is 1 to 4 % faster; dsv41, with one buffer instead of two, was up to 10 % slower. Not
+    Where it does, it is up to 6 % faster; kimi, glm and dsv41 with eight rows at once were up to 6 % slower. Not
     measured where there is less shared memory than Hopper's.
     """
     limit = problem.kind.shared_bytes
-    two, three = (
-        _decode_bytes(problem, groups, 1, 256, _CHUNK, buffers=2, slots=3, scale_places=3)
-        for groups in (2, 3)
-    )
-    return limit >= HOPPER.shared_bytes and (three <= limit or two > limit)
+    three = _decode_bytes(problem, 3, column_tiles, 256, _CHUNK, buffers=1, slots=3, scale_places=3)
+    return HOPPER.shared_bytes <= limit >= three
 
 
 def _decode_bytes(

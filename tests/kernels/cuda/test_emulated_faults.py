@@ -17,6 +17,7 @@ from mxk_compile.testing import most_rel_l2, random_case, rel_l2
 pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=f"emulator: {emulator.missing()}")
 
 DECODE, PREFILL = "decode:groups=2,stages=2,buffers=1,max_routes=64", "prefill:128"
+AHEAD = DECODE.replace("buffers=1", "buffers=2")
 SEED = 1  # in the quick order some of them do no harm
 
 
@@ -65,14 +66,19 @@ FAULTS = {
         "decode.cuh", "(CONSUMERS * 32) / 8 * 8;", "(CONSUMERS * 32) / 8 * 8 + 8;", "setmaxnreg", slow=True
     ),
     "no barrier of the grid": Fault(
-        "decode_multiply.cuh", "if (!P::PAIRS) ready.wait<2, CONSUMERS * 32>(walk.part(), thread);", "",
+        "decode_multiply.cuh", "ready.wait<2, CONSUMERS * 32>(part = walk.part(), thread);", "part = walk.part();",
         processors=9, num_tokens=4
     ),
     "a part's arrival before its rows": Fault(
         "decode_finish.cuh", "const int end = more ? next.part() : PARTS;", "const int end = PARTS;",
-        processors=9, num_tokens=4
+        schedule=AHEAD, processors=9, num_tokens=4
     ),
-    "units never counted": Fault("decode_finish.cuh", "|| (!more && stored.count > 0)", ""),
+    "slots before they are stored": Fault(
+        "decode_finish.cuh", "ready.wait<6, ADDERS>(RowsReady::OF_Y, thread);", "", processors=9, num_tokens=4
+    ),
+    "digits read too early": Fault(
+        "decode_multiply.cuh", "        team_sync<2, CONSUMERS * 32>();\n      }", "      }",
+    ),
     "position for token": Fault(
         "decode_finish.cuh", "(lane - q + token % 4) * 8", "lane * 8", num_tokens=4, slow=True
     ),
@@ -127,7 +133,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     chosen = [
         item.callspec.params["name"] for item in items if "folders" in getattr(item, "fixturenames", ())
     ]
-    compiled = {schedule: run(schedule)[1].compiled for schedule in (DECODE, PREFILL)}
+    compiled = {schedule: run(schedule)[1].compiled for schedule in (DECODE, AHEAD, PREFILL)}
     made, work = {}, []
     for name in chosen:
         fault = FAULTS[name]
