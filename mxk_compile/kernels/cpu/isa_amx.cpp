@@ -341,12 +341,13 @@ constexpr MatrixUnit kUnit = {{5, 7, 7}, tiles_begin, tiles_end, pack, multiply,
 
 const Isa* isa_amx() {
   static const bool runs = isa_avx512() != nullptr && tiles_available();
+  if (!runs) return nullptr;  // before the copy, which this unit's flags make AVX-512 of
   static const Isa kIsa = [] {
-    Isa isa = isa_avx512() ? *isa_avx512() : Isa{};
+    Isa isa = *isa_avx512();
     isa.name = "amx", isa.matrix = &kUnit;
     return isa;
   }();
-  return runs ? &kIsa : nullptr;
+  return &kIsa;
 }
 #else
 const Isa* isa_amx() { return nullptr; }
