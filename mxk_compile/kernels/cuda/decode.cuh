@@ -31,6 +31,9 @@
 #ifndef MXK_UNITS
 #define MXK_UNITS 1  // INT4: units of 16 rows in a slot
 #endif
+#ifndef MXK_LAID
+#define MXK_LAID 0  // INT4: of the eights of rows those whose activations lie in shared memory, not in registers
+#endif
 #ifndef MXK_PROJECT
 #define MXK_PROJECT 0  // Rows + 1 where the module is a projection
 #endif
@@ -167,7 +170,7 @@ constexpr int AT_SUMS = AT_SCALES + SCALE_STAGES * SCALES;
 constexpr int AT_BARRIERS = AT_SUMS + SUM_STAGES * SUM_SET;
 constexpr int AT_FACTORS = AT_BARRIERS + BARRIERS;                  // [BUFFERS][ROWS][2] fp32
 constexpr int AT_LARGEST = AT_FACTORS + FACTOR_BUFFERS * ROWS * 8;  // [BUFFERS][ROWS]
-constexpr int AT_COUNTS = AT_LARGEST + FACTOR_BUFFERS * ROWS * 4;
+constexpr int AT_LAID = round_up(AT_LARGEST + FACTOR_BUFFERS * ROWS * 4, 16), AT_COUNTS = AT_LAID + LAID_BYTES;
 constexpr int AT_OFFSETS = AT_COUNTS + round_up(4 * E, 16);
 constexpr int AT_LISTS = AT_OFFSETS + round_up(4 * E, 16);
 constexpr int AT_ROUTER = AT_LISTS + LIST_BYTES;  // fp32

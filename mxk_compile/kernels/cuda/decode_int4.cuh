@@ -15,7 +15,8 @@
 #include "decode_ring.cuh"
 #include "mma.cuh"
 
-constexpr int MMA_TILES = NT / 2;  // of 8 rows of an expert
+constexpr int MMA_TILES = NT / 2, HELD = MMA_TILES - MXK_LAID;  // of 8 rows of an expert; those that registers hold
+static_assert(HELD > 0, "the others are brought through the registers of one");
 static_assert(NT % 2 == 0, "rows of an expert come in eights");
 constexpr u32 TWO_100 = 0x71807180u, TWO_96 = 0x6F806F80u;  // twice in bf16
 constexpr float TWO_33 = 8589934592.0f;
@@ -28,14 +29,19 @@ __device__ __forceinline__ int row_of(int column) { return column / 2 + column %
 
 template <class P>
 struct Rows {
-  uint4 b[P::CHUNKS][P::STEPS][MMA_TILES];
+  uint4 b[P::CHUNKS][P::STEPS][HELD];
+  u32 laid;  // where this lane's of the other tiles lie: [chunk][step][tile][lane]
+  __device__ Rows(u32 shared, int share) : laid(shared + AT_LAID + (share * P::CHUNKS * P::STEPS * MXK_LAID * 32 + threadIdx.x % 32) * 16) {}
+  __device__ static constexpr u32 place(int chunk, int step, int tile) {
+    return ((chunk * P::STEPS + step) * MXK_LAID + tile - HELD) * 512;
+  }
 
   // `sums`: where those of this warp's groups go, fp32 [chunk][step][tile][8].
   __device__ void bring(const Decode& p, const Routes& routes, int block, int share, u32 sums) {
     const int lane = threadIdx.x & 31, q = lane & 3, g = lane >> 2;
     const int first = routes.first[block], count = routes.count[block];
-#pragma unroll
-    for (int t = 0; t < MMA_TILES; ++t) {
+    __syncwarp();  // nobody reads the sums of before
+    const auto load = [&](int t, int to) {
       const int row = 8 * t + row_of(g);
       const u8* from = activations<P>(p, routes.at(first + (row < count ? row : 0))) + q * 16;
 #pragma unroll
@@ -43,32 +49,44 @@ struct Rows {
 #pragma unroll
         for (int i = 0; i < P::STEPS; ++i) {
           const int group = c * P::CHUNK_GROUPS + share * P::STEPS + i;
-          b[c][i][t] = make_uint4(0, 0, 0, 0);
+          b[c][i][to] = make_uint4(0, 0, 0, 0);
           if (row < count && (!P::RAGGED || group < P::GROUPS))
-            b[c][i][t] = load_eight(from + group * 64, MXK_X_ALIGNED || !(P::PAIRS || PROJECT));
+            b[c][i][to] = load_eight(from + group * 64, MXK_X_ALIGNED || !(P::PAIRS || PROJECT));
+        }
+    };
+    const auto scale = [&](int c, int i, int t, uint4& v) {
+      const auto low = [](u32 pair) { return __uint_as_float(pair << 16); };
+      const auto high = [](u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); };
+      float sum = ((low(v.x) + high(v.x)) + (low(v.y) + high(v.y))) + ((low(v.z) + high(v.z)) + (low(v.w) + high(v.w)));
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if (q == 0)
+        store_shared_4(sums + (((c * P::STEPS + i) * MMA_TILES + t) * 8 + g) * 4,
+                       __float_as_uint(sum * (MXK_ZEROS ? -1.0f : -8.0f) / TWO_33));
+      v = make_uint4(multiply_bf16x2(__byte_perm(v.x, v.z, 0x5410), TWO_100),
+                     multiply_bf16x2(__byte_perm(v.x, v.z, 0x7632), TWO_96),
+                     multiply_bf16x2(__byte_perm(v.y, v.w, 0x5410), TWO_100),
+                     multiply_bf16x2(__byte_perm(v.y, v.w, 0x7632), TWO_96));
+    };
+#pragma unroll
+    for (int t = HELD; t < MMA_TILES; ++t) {
+      load(t, 0);
+#pragma unroll
+      for (int c = 0; c < P::CHUNKS; ++c)
+#pragma unroll
+        for (int i = 0; i < P::STEPS; ++i) {
+          scale(c, i, t, b[c][i][0]);
+          store_shared_16(laid + place(c, i, t), b[c][i][0]);
         }
     }
-    __syncwarp();  // nobody reads the sums of before
+#pragma unroll
+    for (int t = 0; t < HELD; ++t) load(t, t);
 #pragma unroll
     for (int c = 0; c < P::CHUNKS; ++c)
 #pragma unroll
       for (int i = 0; i < P::STEPS; ++i)
 #pragma unroll
-        for (int t = 0; t < MMA_TILES; ++t) {
-          uint4& v = b[c][i][t];
-          const auto low = [](u32 pair) { return __uint_as_float(pair << 16); };
-          const auto high = [](u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); };
-          float sum = ((low(v.x) + high(v.x)) + (low(v.y) + high(v.y))) + ((low(v.z) + high(v.z)) + (low(v.w) + high(v.w)));
-          sum += __shfl_xor_sync(~0u, sum, 1);
-          sum += __shfl_xor_sync(~0u, sum, 2);
-          if (q == 0)
-            store_shared_4(sums + (((c * P::STEPS + i) * MMA_TILES + t) * 8 + g) * 4,
-                           __float_as_uint(sum * (MXK_ZEROS ? -1.0f : -8.0f) / TWO_33));
-          v = make_uint4(multiply_bf16x2(__byte_perm(v.x, v.z, 0x5410), TWO_100),
-                         multiply_bf16x2(__byte_perm(v.x, v.z, 0x7632), TWO_96),
-                         multiply_bf16x2(__byte_perm(v.y, v.w, 0x5410), TWO_100),
-                         multiply_bf16x2(__byte_perm(v.y, v.w, 0x7632), TWO_96));
-        }
+        for (int t = 0; t < HELD; ++t) scale(c, i, t, b[c][i][t]);
     __syncwarp();
   }
 };
@@ -112,7 +130,7 @@ struct LaneRows {
 
 // This warp's groups of one chunk, of all units of a tile.
 template <class P>
-__device__ __forceinline__ void multiply_chunk(const LaneRows& at, const uint4 (&b)[P::STEPS][MMA_TILES], u32 sums, int first,
+__device__ __forceinline__ void multiply_chunk(const LaneRows& at, const Rows<P>& rows, int chunk, u32 sums, int first,
                                                float (&total)[TILE_UNITS][MMA_TILES][4]) {
   const int q = threadIdx.x & 3;
   // Groups that are not there have activations of 0: any scale of the row will do.
@@ -129,6 +147,11 @@ __device__ __forceinline__ void multiply_chunk(const LaneRows& at, const uint4 (
       load_scales<ALIGNED_PAIRS>(row, group_of(i), group_of(i + 1), scales[u][0]);
       load_scales<ALIGNED_PAIRS>(row + at.half_scales, group_of(i), group_of(i + 1), scales[u][1]);
     }
+    uint4 b[MMA_TILES];
+#pragma unroll
+    for (int t = 0; t < MMA_TILES; ++t)
+      if (t < HELD) b[t] = rows.b[chunk][i][t];
+      else b[t] = load_shared_16(rows.laid + Rows<P>::place(chunk, i, t));
     float start[MMA_TILES][2];
 #pragma unroll
     for (int t = 0; t < MMA_TILES; ++t) {
@@ -150,8 +173,8 @@ __device__ __forceinline__ void multiply_chunk(const LaneRows& at, const uint4 (
       for (int t = 0; t < MMA_TILES; ++t) {
         float d[4] = {start[t][0], start[t][1], start[t][0], start[t][1]};
         if constexpr (MXK_ZEROS) d[0] *= zero[0], d[1] *= zero[0], d[2] *= zero[1], d[3] *= zero[1];
-        add_product_bf16(d, {low[0], high[0], low[1], high[1]}, b[i][t].x, b[i][t].y);
-        add_product_bf16(d, {low[2], high[2], low[3], high[3]}, b[i][t].z, b[i][t].w);
+        add_product_bf16(d, {low[0], high[0], low[1], high[1]}, b[t].x, b[t].y);
+        add_product_bf16(d, {low[2], high[2], low[3], high[3]}, b[t].z, b[t].w);
 #pragma unroll
         for (int j = 0; j < 4; ++j) total[u][t][j] += d[j] * scales[u][j / 2][i % 2];
       }
@@ -172,7 +195,7 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
   LaneRows at;
   at.half_weights = (P::slot_row(g, 1) - P::slot_row(g, 0)) * P::STRIDE;
   at.half_scales = P::scale_at(0, g, 1) - P::scale_at(0, g, 0), at.half_zeros = P::zero_at(0, g, 1) - P::zero_at(0, g, 0);
-  Rows<P> rows;
+  Rows<P> rows(shared, share);
   int block = -1, part = -1;
 #pragma unroll 1
   for (Walk<P> walk(routes.blocks); walk.next(); turn.scales.advance(SCALE_STAGES), turn.sums.advance(SUM_STAGES)) {
@@ -190,7 +213,7 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
     for (int chunk = 0; chunk < P::CHUNKS; ++chunk, turn.slot.advance(STAGES)) {
       at.weights = shared + turn.slot.slot * SLOT + P::slot_row(g, 0) * P::STRIDE + share * (P::STEPS * 16) + q * 4;
       barrier_wait(barriers + AT_SLOT_FULL + 8 * turn.slot.slot, turn.slot.parity);
-      multiply_chunk<P>(at, rows.b[chunk], sums + chunk * (P::STEPS * 32 * MMA_TILES), chunk * P::CHUNK_GROUPS + share * P::STEPS, total);
+      multiply_chunk<P>(at, rows, chunk, sums + chunk * (P::STEPS * 32 * MMA_TILES), chunk * P::CHUNK_GROUPS + share * P::STEPS, total);
       __syncwarp();
       if (lane == 0) barrier_arrive(barriers + AT_SLOT_EMPTY + 8 * turn.slot.slot);
     }

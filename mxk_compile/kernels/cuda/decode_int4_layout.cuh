@@ -18,6 +18,7 @@ struct Columns {
   static constexpr bool PADDED = WHOLE_GROUPS && SCALE_ROW % 16 == 0 && SCALE_ROW + 16 <= MOST_BOX;
   static constexpr int SCALE_STRIDE = PADDED ? (SCALE_ROW / 16 | 1) * 16 : SCALE_ROW;
   static constexpr int DIGITS = round_up(CHUNKS * CHUNK_GROUPS * 16 * NT, 128);  // of a column block: sums of its groups
+  static constexpr int LAID = CHUNKS * CHUNK_GROUPS * MXK_LAID * 512;            // of it, activations
 };
 // Of the down projection only where there are no others: a projection by itself.
 using GateUp = Projection<Columns<PROJECT ? 32 : K>, true, PROJECT ? 8 : I>;
@@ -37,7 +38,8 @@ constexpr int BARRIERS = 256;
 constexpr int CHUNKS = PROJECT ? Down::CHUNKS : lesser(GateUp::CHUNKS, Down::CHUNKS);
 __host__ __device__ constexpr int scale_stages(int stages) { return 1 + (stages - 1 + CHUNKS - 1) / CHUNKS; }
 __host__ __device__ constexpr int ring_bytes(int stages) { return stages * SLOT + scale_stages(stages) * SCALES; }
-constexpr int FIXED = LISTS + BARRIERS + DIGITS + 128;
+constexpr int LAID_BYTES = greater(GateUp::LAID, Down::LAID);
+constexpr int FIXED = LISTS + BARRIERS + DIGITS + LAID_BYTES + 128;
 constexpr int MOST_RING = 120 * 1024;  // more on its way only makes everybody wait longer, first of all for activations
 constexpr int FEWEST_STAGES = 3;  // a slot that is read, and two on their way
 constexpr int SUM_STAGES = 2 * SUM_SET + FIXED + ring_bytes(FEWEST_STAGES) > SHARED_LIMIT ? 1 : 2;

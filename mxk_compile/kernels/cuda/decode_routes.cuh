@@ -10,6 +10,9 @@ __device__ __forceinline__ u32 load_shared_byte(u32 address) {
 __device__ __forceinline__ void store_shared_8(u32 address, float low, float high) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(low), "f"(high) : "memory");
 }
+__device__ __forceinline__ void store_shared_16(u32 address, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 __device__ __forceinline__ void store_shared_byte(u32 address, u32 value) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }

@@ -32,6 +32,7 @@ class Split:
         max_routes: of the lists.
         chunk: groups of 32 columns in a slot, at most, about.
         groups: warpgroups of consumers: each of their warps has a share of the columns.
+        laid: of the eights of rows those whose activations lie in shared memory, not in registers.
     """
 
     column_tiles: int
@@ -39,6 +40,7 @@ class Split:
     max_routes: int = 256
     chunk: int = _CHUNK
     groups: int = 2
+    laid: int = 0
 
     @classmethod
     def of(cls, macros: tuple[tuple[str, int], ...]) -> Split:
@@ -46,13 +48,13 @@ class Split:
         given = dict(macros)
         return cls(
             *(given.get("column_tiles", 1), given.get("units", 1), given.get("max_routes", 256)),
-            *(given.get("chunk", _CHUNK), given.get("groups", 3)),
+            *(given.get("chunk", _CHUNK), given.get("groups", 3), given.get("laid", 0)),
         )
 
     @property
     def macros(self) -> tuple[tuple[str, int], ...]:
         """As `Schedule` has them."""
-        return tuple(vars(self).items())
+        return tuple((name, value) for name, value in vars(self).items() if value)
 
     def product_us(self, likely: dict[int, float]) -> float:
         """Time of the product that tiles.py's costs are of, for experts with these likelihoods of rows.
@@ -81,7 +83,7 @@ class Split:
         for weight in weights:
             chunks, steps = self._divided(weight.columns // 32)
             width, fewest_chunks = steps * 4 * self.groups, min(fewest_chunks, chunks)
-            sums_of_rows = max(sums_of_rows, chunks * width * 16 * self.column_tiles + 128)
+            sums_of_rows = max(sums_of_rows, chunks * width * 16 * (self.column_tiles + 32 * self.laid) + 128)
             own = weight.scale_bytes
             padded = own + 32 if own % 16 == 0 else own
             scales = max(scales, 16 * self.units * (padded + weight.zero_bytes) + 256)
@@ -100,7 +102,7 @@ class Split:
         most = 0
         for weight in weights:
             chunks, steps = self._divided(weight.columns // 32)
-            most = max(most, chunks * steps * 2 * self.column_tiles)
+            most = max(most, chunks * steps * 4 * (self.column_tiles // 2 - self.laid))
         return most
 
     def places(self, num_experts: int, most_rows: int) -> int:
@@ -118,6 +120,7 @@ class Split:
         """Whether the kernel can be compiled with this split; `limit`: of a block's shared memory, in bytes."""
         return (
             self.column_tiles % 2 == 0
+            and 2 * self.laid < self.column_tiles
             and self.units <= _MOST_UNITS
             and self.held(weights) <= _MOST_HELD.get(self.groups, 0)
             and self.shared_bytes(weights, num_experts, masked, stages) <= limit

@@ -25,7 +25,7 @@ _ROUTES = (64, 256, 512, 1024)
 _MAX_ROUTES = 256  # MXK_MAX_ROUTES's default
 _DECODE_NAMES = {
     **{"groups": range(2, 5), "column_tiles": range(1, 9), "units": range(1, 4), "chunk": range(1, 1025)},
-    **{"stages": range(2, 9), "buffers": range(1, 3), "max_routes": range(8, 65536, 8)},
+    **{"laid": range(1, 4), "stages": range(2, 9), "buffers": range(1, 3), "max_routes": range(8, 65536, 8)},
 }
 
 

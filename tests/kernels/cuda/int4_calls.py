@@ -18,6 +18,8 @@ SPLITS = {
     "8 rows, 2 units": "decode:groups=2,column_tiles=2,units=2,max_routes=128",
     "16 rows, 3 warpgroups": "decode:groups=3,column_tiles=4,max_routes=128",
     "16 rows, 2 units": "decode:groups=2,column_tiles=4,units=2,max_routes=128",
+    "16 rows, 8 in shared memory": "decode:groups=2,column_tiles=4,laid=1,max_routes=128",
+    "24 rows, 16 in shared memory": "decode:groups=2,column_tiles=6,laid=2,chunk=5,max_routes=128",
     "32 rows, short chunks": "decode:groups=2,column_tiles=8,units=2,chunk=5,max_routes=128",
 }
 UNWRITTEN = -7.0
