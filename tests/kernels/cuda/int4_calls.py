@@ -60,7 +60,7 @@ def as_large_as(exponent: int, case: MoECase) -> MoECase:
     return case
 
 
-EIGHT, EIGHT_TWICE, SIXTEEN, SIXTEEN_TWICE, THIRTY_TWO = SPLITS
+EIGHT, EIGHT_TWICE, SIXTEEN, SIXTEEN_TWICE, LAID, TWICE_LAID, THIRTY_TWO = SPLITS
 LAYERS: dict[str, tuple[str, Callable[..., MoECase]]] = {
     "groups of 32": (EIGHT, layer),
     "groups of 64": (SIXTEEN, functools.partial(layer, group_size=64, intermediate_size=192, **GPT_OSS)),
