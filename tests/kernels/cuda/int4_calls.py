@@ -75,7 +75,7 @@ LAYERS: dict[str, tuple[str, Callable[..., MoECase]]] = {
         SIXTEEN,
         functools.partial(layer, torch.float16, zero=True, row_order="up_gate"),
     ),
-    "zero points, ragged": (EIGHT, functools.partial(layer, zero=True, hidden_size=352, row_order="gate_up")),
+    "zero points, ragged": (LAID, functools.partial(layer, zero=True, hidden_size=352, row_order="gate_up")),
     "two's complement": (EIGHT, functools.partial(layer, weight_format="int4", hidden_size=352, **GPT_OSS)),
     "many rows": (
         THIRTY_TWO,

@@ -13,9 +13,11 @@ from kernels.cuda.int4_calls import (
     EIGHT,
     EIGHT_TWICE,
     FORMATS,
+    LAID,
     LAYERS,
     SIXTEEN,
     SPLITS,
+    TWICE_LAID,
     UNWRITTEN,
     infinite,
     layer,
@@ -109,7 +111,15 @@ def project(split: str, out: Tensor, seed: int, overload: str, *args: Any, **att
     ("group", "zero", "dtype"),
     [FORMATS[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in FORMATS[1:])],
 )
-@pytest.mark.parametrize("split", [EIGHT_TWICE, pytest.param(SIXTEEN, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "split",
+    [
+        EIGHT_TWICE,
+        LAID,
+        pytest.param(SIXTEEN, marks=pytest.mark.slow),
+        pytest.param(TWICE_LAID, marks=pytest.mark.slow),
+    ],
+)
 def test_projections(split: str, group: int, zero: bool, dtype: torch.dtype) -> None:
     held = weight(6, 80, 256, group, zero, dtype)
     for overload, x, routing, num_rows, more in projections(256):
