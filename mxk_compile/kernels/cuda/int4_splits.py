@@ -8,7 +8,7 @@ import math
 _CHUNK = 126  # groups of 32 columns: a box of a tensor map has up to 256 elements a row, of 8 bytes
 _MOST_HELD = {2: 112, 3: 48, 4: 32}
 """Registers of a thread that activations may take, by warpgroups: what is left is enough for the rest."""
-_LAYER_CHUNK = 56  # of layers, of which both products go through slots of one size, and beside rows in shared memory; measured
+_SHORT_CHUNK = 56  # of layers, whose products share slots, and beside rows in shared memory; measured
 _MOST_RING = 120 * 1024  # as MOST_RING of decode_int4_layout.cuh
 _FEWEST_STAGES = 3  # of the ring: a slot that is read, and two on their way
 _MOST_UNITS = 3  # warps of the epilogue, which have one each
@@ -16,8 +16,9 @@ _ROUTES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 """That the kernel is compiled for: shared memory holds its lists."""
 
 _COSTS = {(2, 2, 0): 1.1, (2, 1, 0): 1.11, (4, 2, 0): 1.22, (4, 1, 1): 1.23}
-"""By column tiles, units and eights in shared memory, those that pay: time of a pass over the weights, by what their bytes take at the card's
-rate. With `_FIXED_US` as measured on an H200 (docs/performance/h200.md). Where two cost the same, the earlier."""
+"""By column tiles, units and eights in shared memory, those that pay: time of a pass over the weights, by what their
+bytes take at the card's rate. With `_FIXED_US` as measured on an H200 (docs/performance/h200.md). Where two cost the
+same, the earlier."""
 _BYTES_US = 184  # 48 experts' 4096 x 7168 weights at the card's rate
 _FIXED_US = 18  # sorting, the first rows, and the end
 
@@ -161,7 +162,7 @@ def _that_fit(
 ) -> tuple[Split, ...]:
     found = []
     for column_tiles, units, laid in _COSTS:
-        split = Split(column_tiles, units, chunk=_LAYER_CHUNK if laid else chunk, laid=laid)
+        split = Split(column_tiles, units, chunk=_SHORT_CHUNK if laid else chunk, laid=laid)
         needed = split.places(num_experts, places) if masked else places
         room = next((size for size in _ROUTES if needed <= size), None)
         if room is not None:
@@ -177,7 +178,7 @@ def of_layer(
 ) -> tuple[Split, ...]:
     """Splits of a layer, as far as its sizes tell, in `limit` bytes of shared memory."""
     weights = Weight.common(hidden_size), Weight.common(intermediate_size)
-    return _that_fit(weights, num_experts, routes, limit, masked=False, chunk=_LAYER_CHUNK)
+    return _that_fit(weights, num_experts, routes, limit, masked=False, chunk=_SHORT_CHUNK)
 
 
 def of_product(
