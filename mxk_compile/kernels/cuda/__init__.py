@@ -108,28 +108,28 @@ class Prepared:
         """
         device, num_tokens = hidden_states.get_device(), hidden_states.shape[0]
         weights = (*weights, *(None,) * (8 - len(weights)))
-        self._turned: tuple[Any, ...] | None = None
-        if desc.pack_dim == "output":
-            desc = dataclasses.replace(desc, pack_dim="input")
-            self._turned = weights = repack.along_inputs(weights)
-        if torch.cuda.is_current_stream_capturing() and any(
-            isinstance(weight, (list, tuple)) and weight for weight in weights
-        ):
-            given = "a first call with these lists of weights inside a CUDA graph"
-            raise KernelError(
-                "mxk::moe.lists", given, "a call outside before", "run the layer once before capturing"
-            )
-        self._device = device
-        self._copies_x = hidden_states.stride(1) != 1
-        # Only MXFP4's unpacking depends on what scales hold.
-        self._scales = scales.Watch((weights[1], weights[3])) if desc.weight_format == "mxfp4" else None
-        x = hidden_states.contiguous() if self._copies_x else hidden_states
-        self._out: tuple[int, ...] | None = None
-        if num_tokens == 0:
-            self._out = (0, *([desc.top_k] if desc.per_route else []), desc.hidden_size)
-            self.reusable = False
-            return
         with torch.cuda.device(device):
+            self._turned: tuple[Any, ...] | None = None
+            if desc.pack_dim == "output":
+                desc = dataclasses.replace(desc, pack_dim="input")
+                self._turned = weights = repack.along_inputs(weights)
+            if torch.cuda.is_current_stream_capturing() and any(
+                isinstance(weight, (list, tuple)) and weight for weight in weights
+            ):
+                given = "a first call with these lists of weights inside a CUDA graph"
+                raise KernelError(
+                    "mxk::moe.lists", given, "a call outside before", "run the layer once before capturing"
+                )
+            self._device = device
+            self._copies_x = hidden_states.stride(1) != 1
+            # Only MXFP4's unpacking depends on what scales hold.
+            self._scales = scales.Watch((weights[1], weights[3])) if desc.weight_format == "mxfp4" else None
+            x = hidden_states.contiguous() if self._copies_x else hidden_states
+            self._out: tuple[int, ...] | None = None
+            if num_tokens == 0:
+                self._out = (0, *([desc.top_k] if desc.per_route else []), desc.hidden_size)
+                self.reusable = False
+                return
             call = Call(
                 *(desc, Operands.of(desc, weights), alpha, math.inf if limit is None else limit, experts_min),
                 *(self._scales is None or self._scales.small is True, device, num_tokens),

@@ -130,8 +130,12 @@ def lie_as_copied(parts: tuple[Operand, ...], sizes: Weight) -> bool:
     )
 
 
+_MOST_APART = 1 << 24
+"""Bytes from row to row: kernels count those of a unit of rows in 32 bits."""
+
+
 def operand(name: str, value: Weights | None, alignment: int) -> Operand:
-    """Describes one weight argument; rows that are not dense or not on `alignment` bytes are copied.
+    """Describes one weight argument; rows that are not dense, not on `alignment` bytes or far apart are copied.
 
     Args:
         name: of the argument, for what is said about copies.
@@ -142,7 +146,7 @@ def operand(name: str, value: Weights | None, alignment: int) -> Operand:
         return ABSENT
     tensors = [value] if isinstance(value, Tensor) else list(value)
     size = tensors[0].element_size()
-    copied = False
+    copied, is_list = False, not isinstance(value, Tensor)
 
     def fits(tensor: Tensor) -> bool:
         outer = [
@@ -153,11 +157,12 @@ def operand(name: str, value: Weights | None, alignment: int) -> Operand:
         return (
             (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
             and all(number % alignment == 0 for number in (tensor.data_ptr(), *outer))
+            and (tensor.dim() < 3 - is_list or tensor.stride(-2) * size <= _MOST_APART)
             and tensor.stride() == tensors[0].stride()
         )
 
     if not all(map(fits, tensors)):
-        _say_copied(name, f"not dense, or not on {alignment} bytes")
+        _say_copied(name, f"not dense, not on {alignment} bytes, or more than {_MOST_APART} bytes apart")
         tensors, copied = [tensor.contiguous() for tensor in tensors], True
         # contiguous() returns odd addresses of dense views as they are
         tensors = [tensor if tensor.data_ptr() % alignment == 0 else tensor.clone() for tensor in tensors]

@@ -116,3 +116,9 @@ def test_a_watch_sees_changes_in_place_and_other_storages() -> None:
     assert watch.small is False
     del first
     assert not watch.current(torch.full((2, 4), 100, dtype=torch.uint8), [second])
+
+
+def test_rows_that_lie_too_far_apart_to_be_counted_in_32_bits_are_copied() -> None:
+    for apart, copied in ((1 << 24, False), ((1 << 24) + 16, True)):
+        stack = torch.empty_strided((1, 3, 4), (4 * apart, apart, 1), dtype=torch.uint8, device="meta")
+        assert operand("w13_scale", stack, 1).copied == copied
