@@ -37,7 +37,7 @@
 // INT4 keeps the blocks, their shares, the ring and the ends; what differs is in decode_int4.cuh. Its products are `mma.sync`
 // of a warp by itself: a tile is MXK_UNITS units, every warp of the consumers has a share of the columns of all of them,
 // and activations stay bf16: each warp holds those of its columns in registers, and brings them by itself when an expert
-// begins. 112 registers a thread hold 8 rows of K = 7168 or 24 of 2048, and shared memory is the ring's.
+// begins. 112 registers a thread hold 8 rows of K = 7168 or 24 of 2048, and shared memory is the ring's, or holds 8 more.
 // What binds: docs/performance/h200.md.
 #include "decode_finish.cuh"
 #if MXK_FORMAT
