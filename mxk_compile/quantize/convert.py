@@ -45,12 +45,15 @@ class Errors:
 
     def add(self, weight: torch.Tensor, value: torch.Tensor) -> None:
         """Two float32 tensors of one shape."""
-        given, kept = weight.flatten(), value.flatten()
-        difference = kept - given
-        self.difference += float(difference.dot(difference))
-        self.given += float(given.dot(given))
-        self.kept += float(kept.dot(kept))
-        self.product += float(given.dot(kept))
+
+        def dot(a: torch.Tensor, b: torch.Tensor) -> float:  # in fp32 its digits would depend on the machine
+            return float((a * b).sum(dtype=torch.float64))
+
+        difference = value - weight
+        self.difference += dot(difference, difference)
+        self.given += dot(weight, weight)
+        self.kept += dot(value, value)
+        self.product += dot(weight, value)
 
     @property
     def rel_l2(self) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -146,10 +145,7 @@ def test_mxfp4_is_what_the_specification_says_and_our_loader_reads_it(
         w, v = torch.cat(given), torch.cat(kept)
         rel_l2, cosine = (v - w).norm() / w.norm(), torch.cosine_similarity(v, w, dim=0)
         line = next(line for line in said if line.startswith(prefix))
-        shown = re.search(r"rel_l2 (\d\.\d{3}e-\d\d)  cosine (\d\.\d{6})  ", line)
-        assert shown is not None
-        assert float(shown[1]) == pytest.approx(float(rel_l2), rel=1e-3)
-        assert float(shown[2]) == pytest.approx(float(cosine), abs=1.5e-6)  # sums' order is the machine's
+        assert f"rel_l2 {rel_l2:.3e}  cosine {cosine:.6f}  " in line
         assert f" -> {packed.num_bytes:,} bytes (" in line
     assert said[-1].startswith(f"{target}: ")
     assert (target / "tokenizer.json").read_text() == '{"kept": true}'
