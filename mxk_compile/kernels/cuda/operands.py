@@ -146,7 +146,11 @@ def operand(name: str, value: Weights | None, alignment: int) -> Operand:
         return ABSENT
     tensors = [value] if isinstance(value, Tensor) else list(value)
     size = tensors[0].element_size()
-    copied, is_list = False, not isinstance(value, Tensor)
+    copied = False
+    rows = int(isinstance(value, Tensor))  # their dimension
+
+    def row_stride(tensor: Tensor) -> int:
+        return tensor.stride(rows) * size if tensor.dim() > rows + 1 else 0
 
     def fits(tensor: Tensor) -> bool:
         outer = [
@@ -157,7 +161,7 @@ def operand(name: str, value: Weights | None, alignment: int) -> Operand:
         return (
             (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
             and all(number % alignment == 0 for number in (tensor.data_ptr(), *outer))
-            and (tensor.dim() < 3 - is_list or tensor.stride(-2) * size <= _MOST_APART)
+            and row_stride(tensor) <= _MOST_APART
             and tensor.stride() == tensors[0].stride()
         )
 
@@ -169,14 +173,12 @@ def operand(name: str, value: Weights | None, alignment: int) -> Operand:
     first = tensors[0]
     dtype = FLOATS.get(first.dtype, 0)
     if isinstance(value, Tensor):
-        row_stride = first.stride(1) * size if first.dim() > 2 else 0
-        fields = (first.data_ptr(), 0, first.stride(0) * size, row_stride)
+        fields = (first.data_ptr(), 0, first.stride(0) * size, row_stride(first))
         return Operand(fields, dtype, tuple(tensors) if copied else (), copied)
-    row_stride = first.stride(0) * size if first.dim() > 1 else 0
     addresses = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
     table = persistent(lambda: addresses.to(first.device), first.device.index) if first.is_cuda else addresses
     kept = (*(tensors if copied else ()), table, addresses)
-    return Operand((0, table.data_ptr(), 0, row_stride), dtype, kept, copied)
+    return Operand((0, table.data_ptr(), 0, row_stride(first)), dtype, kept, copied)
 
 
 @dataclasses.dataclass(frozen=True)
