@@ -54,7 +54,7 @@ class Split:
 
     @property
     def macros(self) -> tuple[tuple[str, int], ...]:
-        """As `Schedule` has them."""
+        """As `Schedule` has them, without `laid` where it is none."""
         return tuple((name, value) for name, value in vars(self).items() if value)
 
     def product_us(self, likely: dict[int, float]) -> float:

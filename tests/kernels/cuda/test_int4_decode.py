@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -192,13 +193,15 @@ def test_what_does_not_fit_is_left_to_prefill() -> None:
 
 @pytest.mark.skipif(build.missing() is not None, reason=f"NVRTC: {build.missing()}")
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [(2, 2), (2, 1), (4, 2), (4, 1), (8, 2), (4, 1, 56, 1)])
+@pytest.mark.parametrize(
+    "split", [Split(2, 2), Split(2, 1), Split(4, 2), Split(4, 1), Split(8, 2), Split(4, 1, chunk=56, laid=1)]
+)
 @pytest.mark.parametrize(("columns", "scales", "zeros"), [(7168, 0, 0), (2048, 0, 0), (2048, 2, 1)])
-def test_what_is_said_to_fit_compiles(columns: int, scales: int, zeros: int, split: tuple[int, ...]) -> None:
+def test_what_is_said_to_fit_compiles(columns: int, scales: int, zeros: int, split: Split) -> None:
     """Shared memory is asserted in the source."""
     held = Weight(columns, columns // 32 * (4 if scales == 2 else 2), columns // 32 * zeros)
     for masked, room in ((False, 512), (True, 1536)):
-        chosen = Split(*split[:2], room, *split[2:3], laid=sum(split[3:]))
+        chosen = dataclasses.replace(split, max_routes=room)
         if not chosen.fits((held,), 48, LIMIT, masked):
             continue
         macros = {
