@@ -106,8 +106,8 @@ __host__ __device__ constexpr int greater(int a, int b) { return a > b ? a : b; 
 // their activations cost what the wait does. So it is with INT4, whose consumers bring the activations.
 constexpr int PARTS = MXK_FORMAT ? 1 : 2, MOST_IN_PARTS = 32;
 
-// Warps of a block: 0 copies, DIGIT_WARPS make digits (of INT4 the consumers bring the activations), EPILOGUE finish; the others,
-// the consumers, multiply.
+// Warps of a block: 0 copies, DIGIT_WARPS make digits ahead of time (where two experts' do not fit, and of INT4, the consumers
+// bring the activations), EPILOGUE finish; the others, the consumers, multiply.
 constexpr int DIGIT_WARPS = MXK_FORMAT ? 0 : 3, EPILOGUE = MXK_FORMAT ? 3 : 4, HELPERS = 1 + DIGIT_WARPS + EPILOGUE;
 constexpr int CONSUMERS = 4 * MXK_GROUPS;
 constexpr int THREADS = (CONSUMERS + HELPERS) * 32;

@@ -5,10 +5,10 @@
 // ---- routes to tokens
 
 // By all who multiplied or finished, when all blocks have stored their rows of Y: each block adds up as many columns as the
-// others, over slots in order. Of what a block completes by chance the last ones would have too much, and counting
-// it takes time that the products want.
+// others, over slots in order. Counting who stores a column last would leave the last block nearly all of them.
 constexpr int ADDERS = (EPILOGUE + CONSUMERS) * 32;
-__device__ __forceinline__ void add_slots(const Decode& p, const Routes& routes, const RowsReady& ready, u32 thread) {
+__device__ __forceinline__ void add_slots(const Decode& p, const Routes& routes, const RowsReady& ready) {
+  const u32 thread = threadIdx.x - (1 + DIGIT_WARPS) * 32;
   constexpr int SLOTS = lesser(TOP_K, 8);  // in flight
   const int items = p.tokens * (K / 4), step = gridDim.x * ADDERS;
   team_sync<6, ADDERS>();

@@ -21,8 +21,8 @@ static_assert(NT % 2 == 0, "rows of an expert come in eights");
 constexpr u32 TWO_100 = 0x71807180u, TWO_96 = 0x6F806F80u;  // twice in bf16
 constexpr float TWO_33 = 8589934592.0f;
 
-// Activations of a column block, in registers, those of MXK_LAID tiles in the warp's own part of shared memory: a warp has STEPS groups of 32 columns of every chunk of a row, the same for
-// all weight rows. Of a step and 8 rows of the expert lane (g, q) holds B's column g, of row `row_of(g)`, and of it eight
+// Activations of a column block, in registers, those of MXK_LAID tiles in the warp's own part of shared memory: a warp has
+// STEPS groups of 32 columns of every chunk of a row, the same for all weight rows. Of a step and 8 rows of the expert lane (g, q) holds B's column g, of row `row_of(g)`, and of it eight
 // columns one after the other: as bf16 pairs j and j + 4, as nibbles j and j + 4 of the weights meet. A lane ends up
 // with the sums of rows q and q + 4, as `finish_unit` expects.
 __device__ __forceinline__ int row_of(int column) { return column / 2 + column % 2 * 4; }

@@ -94,7 +94,7 @@ __device__ __forceinline__ void multiply_rows(const Decode& p, const Routes& rou
       if (block < 0 || !AHEAD) {
         const u32 thread = threadIdx.x - HELPERS * 32;
         if (!P::PAIRS && walk.part() != part) ready.wait<2, CONSUMERS * 32>(part = walk.part(), thread);
-        // Starts with a barrier of theirs: nobody reads the digits of before.
+        // Starts with a barrier of theirs: nobody reads the digits of before. 8 pieces at once, with four rows 4: measured.
         make_digits_of<P, 2, CONSUMERS * 32, (NT > 1 ? 8 : 4)>(p, routes, walk.block, thread, shared, turn.digits.slot);
         team_sync<2, CONSUMERS * 32>();
       }

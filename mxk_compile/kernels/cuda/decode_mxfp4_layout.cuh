@@ -41,6 +41,7 @@ constexpr int OTHERS = SUM_STAGES * SUM_SET + LISTS + BARRIERS + 2 * ROWS * 12 +
 constexpr int SCALE_STAGES = OTHERS + 3 * SCALES + DIGITS + 2 * SLOT <= SHARED_LIMIT ? 3 : 2;
 constexpr int REST = OTHERS + SCALE_STAGES * SCALES;
 constexpr int BUFFERS = MXK_BUFFERS ? MXK_BUFFERS : REST + 2 * DIGITS + 3 * SLOT <= SHARED_LIMIT ? 2 : 1;
-constexpr int LAID_BYTES = 0, FACTOR_BUFFERS = BUFFERS;  // of digits
-constexpr bool AHEAD = BUFFERS > 1;      // three warps make an expert's digits while the one before is multiplied
+constexpr int FACTOR_BUFFERS = BUFFERS;  // of digits
+constexpr bool AHEAD = BUFFERS > 1;      // DIGIT_WARPS make an expert's digits while the one before is multiplied
+constexpr int LAID_BYTES = 0;            // INT4's
 constexpr int STAGES = MXK_STAGES ? MXK_STAGES : lesser(3, (SHARED_LIMIT - REST - BUFFERS * DIGITS) / SLOT);

@@ -13,9 +13,8 @@
 //   workspace   h: T * k * I bf16, y: T * k * K fp32 (not with PER_ROUTE), both 16-byte aligned, any content
 //               counters: COUNTER_BYTES, zero before their first use and left alone between launches; launches that may
 //               overlap need their own
-//   limits      T * k <= MXK_MAX_ROUTES; K, I multiples of 32. MXK_ALIGNED=1:
-//               weight rows on 16-byte boundaries, scale rows dense and every expert's scales on a 16-byte boundary.
-//               MXK_X_ALIGNED=1: rows of x on 16-byte boundaries. Otherwise 0: same results, slow copies. INT4: scales and
+//   limits      T * k <= MXK_MAX_ROUTES; K, I multiples of 32. MXK_ALIGNED=1: weight rows on 16-byte boundaries, scale
+//               rows dense and every expert's scales on a 16-byte boundary. MXK_X_ALIGNED=1: rows of x on 16-byte boundaries. Otherwise 0: same results, slow copies. INT4: scales and
 //               zero points as of MXK_ALIGNED=1, the same kind in both weights
 //   ids         any integer type; outside [experts_min, experts_min + E) adds nothing, duplicates add; nothing is read
 //               by the host
@@ -132,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
       load_router(p, memory, threadIdx.x - (1 + DIGIT_WARPS) * 32);
       finish_rows<GateUp>(p, routes, ready, unit, shared, turn);
       finish_rows<Down>(p, routes, ready, unit, shared, turn);
-      if (!MXK_PER_ROUTE) add_slots(p, routes, ready, threadIdx.x - (1 + DIGIT_WARPS) * 32);
+      if (!MXK_PER_ROUTE) add_slots(p, routes, ready);
     }
   } else {
     take_registers<CONSUMER_REGISTERS>();
@@ -147,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) moe_decode(const __grid
     multiply_rows<GateUp>(p, routes, ready, share, warp % 4, shared, turn);
     multiply_rows<Down>(p, routes, ready, share, warp % 4, shared, turn);
 #endif
-    if (!MXK_PER_ROUTE) add_slots(p, routes, ready, threadIdx.x - (1 + DIGIT_WARPS) * 32);
+    if (!MXK_PER_ROUTE) add_slots(p, routes, ready);
   }
 }
 #endif
